@@ -1,0 +1,1 @@
+"""slicedkv: contiguous virtual KV cache with on-demand physical pages."""

@@ -1,0 +1,177 @@
+"""The contract between slicedkv and a virtual-memory driver: verbs, preconditions, what failure leaves behind.
+
+One implementation per file beside this one. Nothing above this package knows which driver it talks to, and this
+module knows neither torch nor CUDA. Addresses, handles and sizes are plain ints; sizes are in bytes.
+
+The contract, for every driver:
+
+- Reservations, handles and mappings are three things; each is undone by its own verb, in reverse order.
+- A handle is created for a size and is mapped whole. It may be mapped at several addresses at once (aliases see
+  each other's writes). It is released only when no mapping of it is left.
+- A range is mapped once: mapping over a mapping is an error, and so is unmapping what is not mapped, or part of a
+  handle. One `unmap_run` may span several whole neighbouring mappings.
+- Mapped memory is readable and writable at once. Memory of a new handle holds zeros on the host and anything on a GPU.
+- Every verb that takes several things either does all of them or undoes what it did and raises.
+- Every verb may be called from any thread. No verb except `wait_fence` and `synchronize` waits for the GPU.
+- Failures raise `DriverError`; the driver stays usable.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import DriverError
+
+__all__ = ["Driver", "Fence", "MappedRange", "MemoryInfo", "Run"]
+
+Fence = object
+"""A point in the work submitted to the device; opaque to callers, meaningful only to the driver that recorded it."""
+
+
+class MemoryInfo(NamedTuple):
+    """Physical memory of the device in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Run(NamedTuple):
+    """Handles to be mapped side by side: the i-th at `address + i * handle_bytes`."""
+
+    address: int
+    handles: Sequence[int]
+    handle_bytes: int
+
+
+class MappedRange(NamedTuple):
+    """A mapped address range made of whole mappings."""
+
+    address: int
+    num_bytes: int
+
+
+class Driver(ABC):
+    """Virtual memory of one device.
+
+    The single verbs are abstract; the `*_batch` verbs have a default that loops over them and undoes itself on
+    failure, which a driver overrides where it can do a whole batch in one native call.
+
+    Attributes
+    ----------
+    name : str
+        "cuda", "host" or "fake".
+    torch_device : str
+        The torch device string of tensors that lie at this driver's addresses.
+    """
+
+    name: str
+    torch_device: str
+
+    @property
+    @abstractmethod
+    def granularity(self) -> int:
+        """Smallest size a handle, an address and a mapping must be a multiple of, in bytes."""
+
+    @abstractmethod
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve an address range with nothing behind it and return its first address."""
+
+    @abstractmethod
+    def free_reservation(self, address: int, num_bytes: int) -> None:
+        """Give back a whole reservation that has no mapping left. Legal after `close`."""
+
+    @abstractmethod
+    def create(self, num_bytes: int) -> int:
+        """Commit physical memory and return its handle."""
+
+    @abstractmethod
+    def release(self, handle: int) -> None:
+        """Return an unmapped handle's memory to the device."""
+
+    @abstractmethod
+    def map_run(self, address: int, handles: Sequence[int], handle_bytes: int) -> None:
+        """Map `handles` side by side from `address` and make them accessible. All or nothing."""
+
+    @abstractmethod
+    def unmap_run(self, address: int, num_bytes: int) -> None:
+        """Unmap a range of whole mappings."""
+
+    def create_batch(self, num_bytes: int, count: int) -> list[int]:
+        """Create `count` handles of `num_bytes` each. All or nothing."""
+        handles: list[int] = []
+        try:
+            for _ in range(count):
+                handles.append(self.create(num_bytes))
+        except DriverError:
+            self.release_batch(handles)
+            raise
+        return handles
+
+    def release_batch(self, handles: Sequence[int]) -> None:
+        """Release every handle; an error is raised only after all were tried."""
+        failure: DriverError | None = None
+        for handle in handles:
+            try:
+                self.release(handle)
+            except DriverError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def map_batch(self, runs: Sequence[Run]) -> None:
+        """Map several runs. All or nothing."""
+        done: list[Run] = []
+        try:
+            for run in runs:
+                self.map_run(run.address, run.handles, run.handle_bytes)
+                done.append(run)
+        except DriverError:
+            for run in reversed(done):
+                self.unmap_run(run.address, len(run.handles) * run.handle_bytes)
+            raise
+
+    def unmap_batch(self, ranges: Sequence[MappedRange]) -> None:
+        """Unmap several ranges in order; the first failure stops and raises, with `error.completed` ranges unmapped."""
+        for completed, mapped in enumerate(ranges):
+            try:
+                self.unmap_run(mapped.address, mapped.num_bytes)
+            except DriverError as error:
+                error.completed = completed
+                raise
+
+    @abstractmethod
+    def record_fence(self) -> Fence:
+        """Mark all work submitted so far on the caller's stream of this device."""
+
+    @abstractmethod
+    def fence_done(self, fence: Fence) -> bool:
+        """True when the work before the fence is finished. Never waits."""
+
+    @abstractmethod
+    def wait_fence(self, fence: Fence, timeout_s: float) -> bool:
+        """Wait until the fence is done; False when `timeout_s` seconds ran out first."""
+
+    @abstractmethod
+    def order_after(self, fence: Fence) -> None:
+        """Make work submitted later on the caller's stream start after the fence, without waiting here."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Free and total physical memory now."""
+
+    def relieve_pressure(self) -> bool:
+        """Ask other users in this process to give cached memory back; True when it is worth trying again."""
+        return False
+
+    def bind_thread(self) -> None:  # noqa: B027 (most drivers need nothing)
+        """Prepare the calling thread for long use (device context, capture mode). Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the driver's own resources. Mappings and handles must be gone; reservations may outlive it."""
