@@ -89,7 +89,5 @@ class DriverError(SlicedKVError, RuntimeError):
         return type(self), (self.op, self.code, self.name, self.hint), {"completed": self.completed}
 
 
-def _rebuild_capacity(
-    kind: type[CapacityError], message: str, requested: int, available: int
-) -> CapacityError:
+def _rebuild_capacity(kind: type[CapacityError], message: str, requested: int, available: int) -> CapacityError:
     return kind(message, requested=requested, available=available)

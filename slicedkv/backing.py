@@ -1,0 +1,248 @@
+"""`Backing`: which handles lie behind each slot, and the two operations that change it, grow and unmap.
+
+All planes of a slot are mapped alike: the same number of pages, made of the same segments (pages and extents), so a
+slot's mapping is one prefix ``[0, n)`` in every plane. Both operations are one driver batch over all slots and planes,
+are all or nothing, and are made by whoever holds the gate's work token (*token*). Knows no lengths, states or policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .errors import DriverError, StateError
+from .layout import KVLayout
+from .page_pool import Handles, PagePool
+from .reservation import Reservation
+from .vmm.base import MappedRange, Run
+
+__all__ = ["Backing", "Cut", "Growth"]
+
+
+class Growth(NamedTuple):
+    """`pages` more pages per plane for a slot."""
+
+    slot: int
+    pages: int
+
+
+class _Segment(NamedTuple):
+    """Part of a slot's prefix: one handle of `pages` pages in each plane."""
+
+    pages: int
+    handles: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Pages ``[first_page, end_page)`` of a slot, struck off the books and about to be unmapped."""
+
+    slot: int
+    first_page: int
+    end_page: int
+    segments: list[_Segment]
+
+
+class Backing:
+    """Physical memory behind the slots of one cache.
+
+    Parameters
+    ----------
+    layout : KVLayout
+    pool : PagePool
+    """
+
+    def __init__(self, layout: KVLayout, pool: PagePool) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.reservations = [
+            Reservation(
+                pool.driver,
+                num_slots=layout.max_batch_size,
+                slot_bytes=layout.slot_stride_bytes,
+                page_bytes=layout.page_bytes,
+            )
+            for _ in range(layout.num_planes)
+        ]
+        self._segments: list[list[_Segment]] = [[] for _ in range(layout.max_batch_size)]
+        self._mapped = [0] * layout.max_batch_size
+        pool.attach(self)
+
+    def mapped(self, slot: int) -> int:
+        """Pages per plane mapped for a slot."""
+        return self._mapped[slot]
+
+    @property
+    def mapped_pages(self) -> int:
+        """Pages mapped over all slots and planes; a page mapped twice counts twice."""
+        return sum(self._mapped) * self.layout.num_planes
+
+    def mapped_handles(self) -> Iterator[int]:
+        """Every handle, once per mapping."""
+        for segments in self._segments:
+            for segment in segments:
+                yield from segment.handles
+
+    def grow(self, growths: Sequence[Growth]) -> int:
+        """*token* Map more pages behind several slots in one driver batch; return the number of extents used.
+
+        Raises
+        ------
+        OutOfPagesError, DriverError
+            Nothing was mapped, and the pool holds what it held before.
+        """
+        free_before = self.pool.free_pages
+        plan = self._plan(growths)
+        planes = self.layout.num_planes
+        handles = self.pool.take(
+            pages=sum(pages for *_, pages in plan) * planes, extents=sum(extents for _, extents, _ in plan) * planes
+        )
+        segments, runs = self._lay_out(plan, handles)
+        try:
+            self.pool.driver.map_batch(runs)
+        except DriverError:
+            with self.pool.gate.lock:
+                self.pool.give_back(handles)
+            self.pool.trim(free_before)
+            raise
+        with self.pool.gate.lock:
+            for (slot, _), added in zip(growths, segments, strict=True):
+                self._segments[slot].extend(added)
+                self._mapped[slot] += sum(segment.pages for segment in added)
+        return len(handles.extents)
+
+    def _plan(self, growths: Sequence[Growth]) -> list[tuple[int, int, int]]:
+        """Divide each growth into extents, as far as there are some, and pages: ``(slot, extents, pages)``."""
+        extent_pages = self.pool.extent_pages
+        left = self.pool.obtainable_extents // self.layout.num_planes
+        plan = []
+        for slot, pages in growths:
+            extents = min(pages // extent_pages, left)
+            left -= extents
+            plan.append((slot, extents, pages - extents * extent_pages))
+        return plan
+
+    def _lay_out(
+        self, plan: Iterable[tuple[int, int, int]], handles: Handles
+    ) -> tuple[list[list[_Segment]], list[Run]]:
+        """Give each slot its handles: segments for the books, runs for the driver."""
+        sources = ((handles.extents, self.pool.extent_pages), (handles.pages, 1))
+        used = [0, 0]
+        segments, runs = [], []
+        for slot, extents, pages in plan:
+            added: list[_Segment] = []
+            page = self._mapped[slot]
+            for size, count in enumerate((extents, pages)):
+                source, handle_pages = sources[size]
+                columns = []
+                for plane in self.reservations if count else ():
+                    column = source[used[size] : used[size] + count]
+                    used[size] += count
+                    columns.append(column)
+                    runs.append(plane.run(slot, page, column, handle_pages))
+                added.extend(_Segment(handle_pages, row) for row in zip(*columns, strict=True))
+                page += count * handle_pages
+            segments.append(added)
+        return segments, runs
+
+    def shrinkable(self, slot: int, keep_pages: int) -> int:
+        """Pages per plane that `detach` would strike off: whole segments from the end."""
+        return self._mapped[slot] - self._cut(slot, keep_pages)[1]
+
+    def _cut(self, slot: int, keep_pages: int) -> tuple[int, int]:
+        """First segment that may go, and the pages before it."""
+        segments = self._segments[slot]
+        first, keep = len(segments), self._mapped[slot]
+        while first and keep - segments[first - 1].pages >= keep_pages:
+            first -= 1
+            keep -= segments[first].pages
+        return first, keep
+
+    def detach(self, slot: int, keep_pages: int) -> Cut | None:
+        """Strike whole segments from a slot's end off the books, ready to be unmapped. Call with the lock held.
+
+        From here on nobody counts on these pages; `unmap` must follow.
+        """
+        first, keep = self._cut(slot, keep_pages)
+        end = self._mapped[slot]
+        if keep == end:
+            return None
+        segments = self._segments[slot][first:]
+        del self._segments[slot][first:]
+        self._mapped[slot] = keep
+        return Cut(slot, keep, end, segments)
+
+    def unmap(self, cut: Cut) -> int:
+        """*token* Unmap what `detach` struck off and return the pages that became free, over all planes.
+
+        The caller has made sure that no work that uses them is left on the device.
+
+        Raises
+        ------
+        DriverError
+            The pages are mapped, and on the books, as before.
+        StateError
+            The driver failed twice, in unmapping and in mapping back: what the slot has mapped is unknown. It is on
+            the books as before; the slot must not be used again.
+        """
+        try:
+            self._unmap(cut)
+        except Exception:
+            with self.pool.gate.lock:
+                self._segments[cut.slot].extend(cut.segments)
+                self._mapped[cut.slot] = cut.end_page
+            raise
+        with self.pool.gate.lock:
+            return sum(self.pool.give_back(self._handles_of(segment)) for segment in cut.segments)
+
+    def _handles_of(self, segment: _Segment) -> Handles:
+        handles = list(segment.handles)
+        return Handles(handles, []) if segment.pages == 1 else Handles([], handles)
+
+    def _unmap(self, cut: Cut) -> None:
+        """Unmap a range in every plane; on failure map the planes already done back."""
+        ranges = [plane.mapped_range(cut.slot, cut.first_page, cut.end_page) for plane in self.reservations]
+        try:
+            self.pool.driver.unmap_batch(ranges)
+        except DriverError as error:
+            done = ranges[: error.completed]
+            try:
+                self.pool.driver.map_batch(list(_remap(done, cut.segments, self.layout.page_bytes)))
+            except DriverError as second:
+                raise StateError(
+                    f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page}) could neither be unmapped nor mapped "
+                    f"back ({second}); the slot is out of use until the cache is closed"
+                ) from error
+            raise
+
+    def unmap_all(self) -> None:
+        """*token* Unmap everything, going on after failures; the first failure is raised at the end."""
+        failure: Exception | None = None
+        for slot in range(len(self._mapped)):
+            with self.pool.gate.lock:
+                cut = self.detach(slot, 0)
+            try:
+                if cut is not None:
+                    self.unmap(cut)
+            except (DriverError, StateError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def check_integrity(self) -> None:
+        """Raise `StateError` if a slot's books disagree with each other. Call with the lock held."""
+        for slot, (segments, mapped) in enumerate(zip(self._segments, self._mapped, strict=True)):
+            if sum(segment.pages for segment in segments) != mapped:
+                raise StateError(f"slot {slot}: segments do not add up to its {mapped} mapped pages")
+            if mapped > self.layout.pages_per_slot:
+                raise StateError(f"slot {slot}: {mapped} pages mapped, more than its {self.layout.pages_per_slot}")
+            if any(len(segment.handles) != self.layout.num_planes for segment in segments):
+                raise StateError(f"slot {slot}: a segment is not mapped in every plane")
+
+
+def _remap(ranges: Iterable[MappedRange], segments: Sequence[_Segment], page_bytes: int) -> Iterator[Run]:
+    """Runs that map `segments` back into the planes whose ranges were unmapped; the planes come in order."""
+    for plane, mapped in enumerate(ranges):
+        address = mapped.address
+        for segment in segments:
+            yield Run(address, (segment.handles[plane],), segment.pages * page_bytes)
+            address += segment.pages * page_bytes

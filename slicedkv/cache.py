@@ -1,0 +1,331 @@
+"""`SlicedKVCache`, the facade: what an engine calls. It checks arguments, takes the lock and asks the other parts.
+
+Knows nothing of attention. What is mapped when is decided in `planner` (ahead of need) and `growth` (now), what may be
+taken back in `reclaim`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from .checks import check_int
+from .config import CacheConfig, MapperKind
+from .errors import StateError
+from .layout import KVLayout, LayoutKind
+from .lengths import SeqLens, parse_seq_lens
+from .lifecycle import abandon, open_state, shut_down
+from .mapper import Mapper
+from .page_pool import PagePool
+from .planner import Planner
+from .reclaim import available_pages, set_memory_limit, trim_slots
+from .requests import Requests
+from .stats import CacheStats
+from .stepping import Stepper
+from .views import KVViews
+from .zeroing import Zeroer
+
+__all__ = ["SlicedKVCache"]
+
+
+class SlicedKVCache:
+    """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
+
+    Every public method may be called from any thread. None waits for the GPU unless it says so.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim, dtype, max_batch_size, max_seq_len, device, ...
+        The fields of `CacheConfig`, described there.
+    pool : PagePool, optional
+        Share handles and their limit with other caches; replaces `memory_limit`, `page_bytes` and `extent_pages`.
+
+    Raises
+    ------
+    ConfigError
+        An argument is wrong; nothing was opened.
+    BackendUnavailableError
+        The device's driver is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | str,
+        max_batch_size: int,
+        max_seq_len: int,
+        device: torch.device | str | None = None,
+        memory_limit: int | float | str | None = None,
+        page_bytes: int | None = None,
+        extent_pages: int = 16,
+        layout: LayoutKind = "sliced",
+        mapper: MapperKind = "background",
+        lookahead_tokens: int | None = None,
+        eager_tokens: int | Literal["auto"] = 0,
+        reclaim_watermark: float = 0.1,
+        guard_tokens: int = 0,
+        zero_on_reuse: bool = False,
+        pool: PagePool | None = None,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name not in {"self", "pool"}}
+        self._closed = True  # until everything is open
+        self._pid = os.getpid()
+        config = CacheConfig(**options)
+        self._state = open_state(config, pool)
+        self._gate = self._state.gate
+        driver = self._state.pool.driver
+        self.dtype: torch.dtype = config.dtype
+        self.device = torch.device(driver.torch_device)
+        self._views = KVViews(self.layout, self._state.backing.reservations, config.dtype, driver.torch_device)
+        planner = Planner(self._state)
+        self._mapper = Mapper(planner, background=config.mapper == "background")
+        self._stepper = Stepper(self._state, self._mapper)
+        self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
+        self._requests = Requests(self._state, planner, self._mapper, self._zeroer)
+        self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, self._pid)
+        self._closed = False
+
+    # --- what it looks like -----------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"SlicedKVCache({layout.kind}, N={layout.num_layers}, H={layout.num_kv_heads}, D={layout.head_dim}, "
+            f"{self.dtype}, B={layout.max_batch_size}, L={layout.max_seq_len}, {self.device}, "
+            f"page_bytes={layout.page_bytes}{', closed' if self._closed else ''})"
+        )
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry: bytes and pages of a length, strides, capacity."""
+        return self._state.layout
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool of handles, to be shared with another cache."""
+        return self._state.pool
+
+    @property
+    def kv_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The raw planes, virtual tensors; see `slicedkv.layout` for their shapes.
+
+        Only rows below a request's length may be read. After `close` the addresses stay reserved while a view lives,
+        and reading them faults.
+        """
+        self._check_open()
+        return self._views.planes
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer: a view ``[B, L, H, D]`` with ``stride(-1) == 1``; index 0 is the reqid.
+
+        Raises
+        ------
+        ConfigError
+            No such layer.
+        StateError
+            The cache is closed.
+        """
+        self._check_open()
+        return self._views.keys[check_int("layer", layer, 0, self.layout.num_layers - 1)]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer, as `k`."""
+        self._check_open()
+        return self._views.values[check_int("layer", layer, 0, self.layout.num_layers - 1)]
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def alloc_reqid(self, seq_len: int = 0) -> int:
+        """Give a new request a slot, the one whose mapped pages suit it best, and return its reqid.
+
+        With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. If work
+        of the slot's last request may still run, work queued later on the current stream is ordered after it.
+
+        Raises
+        ------
+        OutOfSlotsError
+            All slots are active.
+        ConfigError, StateError
+            `seq_len` is out of range; the cache is closed.
+        """
+        self._enter()
+        slot = self._requests.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        self._mapper.run_pending()
+        return slot
+
+    def prefetch(self, reqid: int, seq_len: int) -> None:
+        """Start mapping `seq_len` tokens for an active request ahead of need. Never waits.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `seq_len` is out of range; `reqid` is not active.
+        """
+        self._enter()
+        self._requests.want(self._check_reqid(reqid), check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        self._mapper.run_pending()
+
+    def free_reqid(self, reqid: int) -> None:
+        """End a request. Its pages stay for the next request in the slot and are unmapped only when needed elsewhere,
+        after the work queued so far on the current stream is done.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `reqid` is out of range; it is not active (freed twice); the current stream is being captured.
+        """
+        self._enter()
+        self._requests.end(self._check_reqid(reqid))
+        self._mapper.run_pending()
+
+    def _check_reqid(self, reqid: int) -> int:
+        return check_int("reqid", reqid, 0, self.layout.max_batch_size - 1)
+
+    # --- growth -----------------------------------------------------------------------------------------------------
+
+    def step(self, seq_lens: SeqLens) -> bool:
+        """Make sure that tokens ``[0, len + guard_tokens)`` of every request are mapped in every layer.
+
+        Costs a vector comparison when nothing has to grow. Otherwise maps what is missing, waiting for the mapper
+        where it is at it and, when memory is short, for device work of freed requests.
+
+        Parameters
+        ----------
+        seq_lens : mapping, sequence, numpy array or CPU tensor of ints
+            ``{reqid: len}``, or `max_batch_size` lengths; 0 leaves a slot alone.
+
+        Returns
+        -------
+        bool
+            True: kernels launched after this call may read and write those tokens. False: not enough memory, no
+            request lost anything; free or preempt one and try again.
+
+        Raises
+        ------
+        ConfigError, StateError
+            A length is out of range, or given for a reqid that is not active; nothing was changed.
+        DriverError
+            The driver failed for another reason than memory; no request lost anything.
+        """
+        self._enter()
+        ok = self._stepper.step(parse_seq_lens(seq_lens, self.layout.max_batch_size))
+        self._mapper.run_pending()
+        if ok and self._zeroer is not None:
+            self._zeroer.run()
+        return ok
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def pages_needed(self, seq_lens: SeqLens) -> int:
+        """Pages over all planes that `step(seq_lens)` would still have to map.
+
+        Raises
+        ------
+        ConfigError, StateError
+            As `step`.
+        """
+        self._check_open()
+        lens = parse_seq_lens(seq_lens, self.layout.max_batch_size)
+        with self._gate.lock:
+            return sum(pages for _, pages in self._stepper.growths(lens)) * self.layout.num_planes
+
+    def pages_available(self) -> int:
+        """Pages over all planes that can be had: free, creatable, and idle, lookahead and eager pages."""
+        self._check_open()
+        with self._gate.lock:
+            return available_pages(self._state)
+
+    def can_admit(self, seq_len: int) -> bool:
+        """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
+        self._check_open()
+        pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        with self._gate.lock:
+            room = available_pages(self._state)
+            return bool(self._state.slots.idle) and pages * self.layout.num_planes <= room
+
+    def trim(self) -> int:
+        """Give idle, lookahead, eager and free memory back to the device; return the bytes given back.
+
+        Waits, for a bounded time, for device work of freed requests.
+        """
+        self._enter()
+        with self._gate.work("trim"):
+            trim_slots(self._state)
+            return self.pool.trim() * self.layout.page_bytes
+
+    def set_memory_limit(self, num_bytes: int) -> None:
+        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does.
+
+        Raises
+        ------
+        ConfigError, OutOfPagesError
+            The limit is not positive; active requests hold more. The limit stays as it was.
+        """
+        self._enter()
+        with self._gate.work("set_memory_limit"):
+            set_memory_limit(self._state, check_int("num_bytes", num_bytes, 1))
+
+    def stats(self) -> CacheStats:
+        """Take a snapshot of memory, counters and times."""
+        self._check_open()
+        with self._gate.lock:
+            return self._state.snapshot()
+
+    def check_integrity(self) -> None:
+        """Compare all books with each other. Waits for driver work under way, for a bounded time.
+
+        Raises
+        ------
+        StateError
+            An invariant is broken; the message says which.
+        """
+        self._check_open()
+        with self._gate.work("check_integrity"), self._gate.lock:
+            self._state.check_integrity()
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(f"this cache belongs to process {self._pid}; a forked child must open its own")
+        if self._closed:
+            raise StateError("the cache is closed; open a new one")
+
+    def _enter(self) -> None:
+        """Begin a call that changes something: raise what went wrong in the background since the last one."""
+        self._check_open()
+        self._mapper.raise_failure()
+
+    def close(self) -> None:
+        """Unmap everything and give all memory back. Waits for all work of the device. Calling it again does nothing.
+
+        Views that are still held keep their addresses reserved; reading or writing them faults.
+
+        Raises
+        ------
+        StateError, DriverError
+            Something hangs or the driver failed; close may be called again.
+        """
+        if self._closed:
+            return
+        self._check_open()
+        shut_down(self._state, self._mapper)
+        self._closed = True
+        self._finalizer.detach()
+        del self._views, self._zeroer, self._requests
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

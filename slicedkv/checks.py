@@ -1,0 +1,43 @@
+"""Checks of plain arguments that several modules share. Knows the errors and nothing else."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from .errors import ConfigError
+
+__all__ = ["check_bool", "check_fraction", "check_int"]
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as an int in ``[low, high]``.
+
+    Raises
+    ------
+    ConfigError
+        It is not an integer (bools are not) or out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer")
+    if number < low or (high is not None and number > high):
+        span = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{name} is {number}; it must be {span}")
+    return number
+
+
+def check_fraction(name: str, value: Any) -> float:
+    """Return `value` as a float in ``[0, 1]``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a number in [0, 1]")
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False")
+    return value

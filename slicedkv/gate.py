@@ -1,0 +1,80 @@
+"""`Gate`: the one lock over a cache's bookkeeping, and the right to talk to the driver.
+
+Bookkeeping is guarded by a lock that is only ever held for moments. Mapping takes long, so it is done without the
+lock, by whoever holds the *work token*: one thread at a time (mapping from two threads is no faster than from one on
+an H200, see bench/mapper.py). Whoever holds the token may change what is mapped; the lock is taken again to commit.
+A foreground thread that wants the token goes before the mapper. Every wait is bounded.
+
+Knows nothing of what it guards. Caches that share a pool share its gate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import StateError
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """A lock for bookkeeping and a token for driver work.
+
+    Attributes
+    ----------
+    lock : threading.Condition
+        Held for moments; notified when the token is handed back or when there is news for a mapper.
+    timeout_s : float
+        Longest wait for the token, in seconds.
+    """
+
+    def __init__(self, timeout_s: float = 4.0) -> None:
+        self.lock = threading.Condition(threading.Lock())
+        self.timeout_s = timeout_s
+        self._holder: str | None = None
+        self._foreground_waiting = 0
+
+    @contextmanager
+    def work(self, purpose: str) -> Iterator[None]:
+        """Hold the work token for a foreground call; `purpose` appears in the error others get.
+
+        Raises
+        ------
+        StateError
+            The token did not come free within `timeout_s`: a driver call hangs. Nothing was changed.
+        """
+        with self.lock:
+            self._foreground_waiting += 1
+            try:
+                free = self.lock.wait_for(lambda: self._holder is None, self.timeout_s)
+            finally:
+                self._foreground_waiting -= 1
+            if not free:
+                raise StateError(
+                    f"{purpose}: waited {self.timeout_s:g} s for {self._holder} to finish its driver calls; "
+                    "the driver hangs or is overloaded. Nothing was changed; try again or close the cache"
+                )
+            self._holder = purpose
+        try:
+            yield
+        finally:
+            self.hand_back()
+
+    def try_claim(self, purpose: str) -> bool:
+        """Take the token for a mapper unless it is taken or wanted by the foreground. Call with the lock held."""
+        if self._holder is not None or self._foreground_waiting:
+            return False
+        self._holder = purpose
+        return True
+
+    def release_claim(self) -> None:
+        """Undo `try_claim`. Call with the lock held, before it was given up."""
+        self._holder = None
+
+    def hand_back(self) -> None:
+        """Give the token back and wake whoever waits for it."""
+        with self.lock:
+            self._holder = None
+            self.lock.notify_all()

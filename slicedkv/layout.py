@@ -1,0 +1,182 @@
+"""Where a token's K and V lie: tokens -> bytes -> pages, strides, capacity and waste. Pure arithmetic.
+
+Must not know torch, drivers or the state of a cache: everything here follows from a frozen `KVLayout`.
+
+Three kinds of layout (vAttention, ASPLOS 2025, section "Tensor Slicing"):
+
+========== ======================= ======= =====================================
+kind       one plane               planes  one row (the bytes of one token)
+========== ======================= ======= =====================================
+sliced     ``[B, L, N, H, D]``     2       all layers of K (or of V)
+interleaved ``[B, L, N, 2, H, D]`` 1       all layers of K and V
+per_layer  ``[B, L, H, D]``        2 N     one layer of K (or of V)
+========== ======================= ======= =====================================
+
+A slot is a whole number of pages, so no two slots share one; inside a slot rows may straddle pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from .errors import ConfigError
+
+__all__ = ["K", "KVLayout", "LayoutKind", "SliceGeometry", "V", "align_up", "paged_kv_bytes"]
+
+LayoutKind = Literal["sliced", "interleaved", "per_layer"]
+K, V = 0, 1
+
+
+def align_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def paged_kv_bytes(token_bytes: int, seq_len: int, group_tokens: int = 16) -> int:
+    """Bytes a paged KV cache holds for one request when it allocates `group_tokens` tokens at a time."""
+    return align_up(seq_len, group_tokens) * token_bytes
+
+
+class SliceGeometry(NamedTuple):
+    """One layer slice ``[B, L, H, D]`` in elements of its plane: strides and the offset of its first element."""
+
+    plane: int
+    offset: int
+    strides: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Geometry of a cache.
+
+    Attributes
+    ----------
+    kind : {"sliced", "interleaved", "per_layer"}
+    num_layers, num_kv_heads, head_dim : int
+        N, H and D.
+    itemsize : int
+        Bytes of one element.
+    max_batch_size, max_seq_len : int
+        B slots of L tokens.
+    page_bytes : int
+        Bytes of one page.
+    guard_tokens : int
+        Rows behind a request's length that are kept mapped too (some kernels read past it).
+    """
+
+    kind: LayoutKind
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    max_batch_size: int
+    max_seq_len: int
+    page_bytes: int
+    guard_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(LayoutKind):
+            raise ConfigError(f"layout is {self.kind!r}; use one of {', '.join(get_args(LayoutKind))}")
+
+    @property
+    def num_planes(self) -> int:
+        """Number of reservations: 2, 1 or 2N."""
+        return {"sliced": 2, "interleaved": 1, "per_layer": 2 * self.num_layers}[self.kind]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one token's elements in a plane."""
+        heads = (self.num_kv_heads, self.head_dim)
+        return {
+            "sliced": (self.num_layers, *heads),
+            "interleaved": (self.num_layers, 2, *heads),
+            "per_layer": heads,
+        }[self.kind]
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one token in one plane: the token stride of every layer slice."""
+        elements = 1
+        for extent in self.row_shape:
+            elements *= extent
+        return elements
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one plane."""
+        return self.row_elements * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all planes; the same for every kind."""
+        return self.row_bytes * self.num_planes
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Rows a slot has addresses for: max_seq_len and the guard rows behind it."""
+        return self.max_seq_len + self.guard_tokens
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Pages of one slot in one plane when it is full."""
+        return -(-self.rows_per_slot * self.row_bytes // self.page_bytes)
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        """Distance of two slots in a plane, a whole number of pages."""
+        return self.pages_per_slot * self.page_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Virtual bytes of one plane."""
+        return self.max_batch_size * self.slot_stride_bytes
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Whole tokens in one page of one plane, at least 1 (a row may be longer than a page)."""
+        return max(1, self.page_bytes // self.row_bytes)
+
+    def pages_for(self, seq_len: int) -> int:
+        """Pages per plane behind tokens ``[0, seq_len + guard_tokens)``; 0 for an empty request."""
+        if seq_len <= 0:
+            return 0
+        rows = min(seq_len + self.guard_tokens, self.rows_per_slot)
+        return -(-rows * self.row_bytes // self.page_bytes)
+
+    def tokens_backed(self, pages: int) -> int:
+        """Longest `seq_len` that `pages` pages per plane back, guard rows included; the inverse of `pages_for`."""
+        rows = min(pages * self.page_bytes // self.row_bytes, self.rows_per_slot)
+        return max(0, rows - self.guard_tokens)
+
+    def bytes_for(self, seq_len: int) -> int:
+        """Physical bytes a request of `seq_len` tokens needs over all planes."""
+        return self.pages_for(seq_len) * self.num_planes * self.page_bytes
+
+    def waste_bytes(self, seq_len: int) -> int:
+        """Bytes mapped for a request of `seq_len` tokens that hold none of them."""
+        return self.bytes_for(seq_len) - seq_len * self.token_bytes
+
+    def capacity(self, memory_bytes: int, seq_len: int) -> int:
+        """How many requests of `seq_len` tokens fit in `memory_bytes` of physical memory, slots aside."""
+        pages = self.pages_for(seq_len) * self.num_planes
+        return memory_bytes // self.page_bytes // pages if pages else self.max_batch_size
+
+    def slice_geometry(self, layer: int, which: int) -> SliceGeometry:
+        """Where layer `layer` of K (`which` 0) or V (1) lies.
+
+        Raises
+        ------
+        ConfigError
+            `layer` is not in ``[0, num_layers)``.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer is {layer}; it must be in [0, {self.num_layers})")
+        slice_elements = self.num_kv_heads * self.head_dim
+        plane, offset = {
+            "sliced": (which, layer * slice_elements),
+            "interleaved": (0, (2 * layer + which) * slice_elements),
+            "per_layer": (2 * layer + which, 0),
+        }[self.kind]
+        slot_stride = self.slot_stride_bytes // self.itemsize
+        return SliceGeometry(plane, offset, (slot_stride, self.row_elements, self.head_dim, 1))

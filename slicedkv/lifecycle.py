@@ -1,0 +1,103 @@
+"""Opening and closing what is behind a cache: driver, pool, reservations, and giving all of it back.
+
+`shut_down` is a function of the parts and not a method of the cache, so that a forgotten cache can be finalized.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from .backing import Backing
+from .config import CacheConfig, parse_memory_limit
+from .errors import ConfigError
+from .lengths import LengthTable
+from .mapper import Mapper
+from .page_pool import PagePool
+from .slots import SlotTable
+from .state import CacheState
+from .vmm import open_driver
+
+__all__ = ["abandon", "open_state", "shut_down"]
+
+_HOST_PAGE_BYTES = 2 << 20
+_DEFAULT_FRACTION = {"cuda": 0.9}
+
+
+def open_pool(config: CacheConfig) -> PagePool:
+    """Open the device's driver and a pool of its own for one cache.
+
+    Raises
+    ------
+    ConfigError
+        `page_bytes` or `memory_limit` does not suit the device; the driver is closed again.
+    """
+    driver = open_driver(config.device)
+    try:
+        page_bytes = config.page_bytes or max(driver.granularity, _HOST_PAGE_BYTES)
+        limit = parse_memory_limit(
+            config.memory_limit,
+            free_bytes=driver.memory_info().free_bytes,
+            default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5),
+        )
+        return PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
+    """Open a cache's parts; with `pool` they use its driver, page size and limit.
+
+    Raises
+    ------
+    ConfigError
+        An argument contradicts the pool or the device; nothing stays open.
+    DriverError
+        The addresses could not be reserved.
+    """
+    owned = pool is None
+    pool = pool or open_pool(config)
+    try:
+        _check_pool(config, pool, owned=owned)
+        layout = config.kv_layout(pool.page_bytes)
+        backing = Backing(layout, pool)
+    except BaseException:
+        if owned:
+            pool.driver.close()
+        raise
+    slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size)
+    return CacheState(config, layout, pool, backing, slots, lengths, owns_pool=owned)
+
+
+def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
+    if owned:
+        return
+    if config.memory_limit is not None:
+        raise ConfigError(f"memory_limit is {config.memory_limit!r}, but the shared pool has a limit; leave it out")
+    if config.page_bytes not in {None, pool.page_bytes}:
+        raise ConfigError(f"page_bytes is {config.page_bytes}, but the shared pool's pages have {pool.page_bytes}")
+
+
+def shut_down(state: CacheState, mapper: Mapper) -> None:
+    """Stop the mapper, wait for the device, unmap everything, and close the driver unless the pool is shared.
+
+    Raises
+    ------
+    StateError, DriverError
+        Something hangs or the driver failed; it may be called again.
+    """
+    mapper.stop()
+    with state.gate.work("close"):
+        state.pool.driver.synchronize()
+        state.backing.unmap_all()
+        if state.owns_pool:
+            state.pool.trim()
+            state.pool.driver.close()
+
+
+def abandon(state: CacheState, mapper: Mapper, owner_pid: int) -> None:
+    """Shut down for a cache that was dropped, or at interpreter exit: nobody is there to handle an error."""
+    if os.getpid() == owner_pid:
+        with suppress(Exception):
+            shut_down(state, mapper)

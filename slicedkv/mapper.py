@@ -1,0 +1,155 @@
+"""`Mapper`: runs the planner's work, on a thread of its own ("background") or on the calling thread ("sync").
+
+The only module that starts a thread. The thread is started at the first work, lives as long as the cache, sleeps on
+the gate's condition and never spins; it holds no reference to the cache object, so a forgotten cache can be collected.
+A failure is kept for the next foreground call, which raises it; the thread goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from .errors import OutOfPagesError, StateError
+from .planner import Planner, Work
+
+__all__ = ["Mapper"]
+
+_FENCE_POLL_S = 0.002
+_JOIN_TIMEOUT_S = 4.0
+
+
+class Mapper:
+    """Do background work for one cache.
+
+    Parameters
+    ----------
+    planner : Planner
+    background : bool
+        Work on a thread of its own; otherwise inside `run_pending`.
+    """
+
+    def __init__(self, planner: Planner, *, background: bool) -> None:
+        self.background = background
+        self._planner = planner
+        self._state = planner.state
+        self._gate = planner.state.gate
+        self._thread: threading.Thread | None = None
+        self._news = False
+        self._stopped = False
+        self._asked_at: float | None = None
+        self._failure: BaseException | None = None
+
+    # --- foreground -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Say that there may be work. Lock held; never blocks."""
+        if self._asked_at is None:
+            self._asked_at = time.perf_counter()
+        self._news = True
+        if not self.background or self._stopped:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="slicedkv-mapper", daemon=True)
+            self._thread.start()
+        self._gate.lock.notify_all()
+
+    def run_pending(self) -> None:
+        """Do all work now when there is no thread for it. Takes the token; failures are kept like the thread's."""
+        if self.background or not self._news:
+            return
+        with self._gate.work("background work on the calling thread"):
+            while True:
+                with self._gate.lock:
+                    work = self._plan()
+                if work is None or not self._execute(work):
+                    return
+
+    def raise_failure(self) -> None:
+        """Raise, once, what went wrong in the background since the last call."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            failure.add_note("raised by slicedkv's mapper in the background; the call that shows it did nothing yet")
+            raise failure
+
+    def stop(self) -> None:
+        """End the thread and wait for it, for a bounded time. Idempotent.
+
+        Raises
+        ------
+        StateError
+            A driver call of the thread hangs.
+        """
+        with self._gate.lock:
+            self._stopped = True
+            thread = self._thread
+            self._gate.lock.notify_all()
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(_JOIN_TIMEOUT_S)
+        if thread.is_alive():
+            raise StateError(f"the mapper did not end within {_JOIN_TIMEOUT_S:g} s; a driver call hangs")
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._state.pool.driver.bind_thread()
+        except Exception as error:
+            self._failure = error
+        while True:
+            work = self._wait_for_work()
+            if work is None:
+                return
+            try:
+                self._execute(work)
+            finally:
+                self._gate.hand_back()
+
+    def _wait_for_work(self) -> Work | None:
+        """Sleep until there is work and the token is ours; None when the mapper is stopped."""
+        lock = self._gate.lock
+        with lock:
+            while not self._stopped:
+                if self._news and self._gate.try_claim("the mapper"):
+                    work = self._plan()
+                    if work is not None:
+                        return work
+                    self._gate.release_claim()
+                lock.wait(_FENCE_POLL_S if self._planner.awaits_device else None)
+                self._news |= self._planner.awaits_device
+        return None
+
+    def _plan(self) -> Work | None:
+        """Ask the planner; a failure in planning is kept like one in working. Lock held."""
+        self._news = False  # from here on a wake is news again, also while the work is being done
+        work = None
+        try:
+            work = self._planner.next()
+        except Exception as error:
+            self._failure = error
+        if work is None:
+            self._asked_at = None
+        return work
+
+    def _execute(self, work: Work) -> bool:
+        """Do one batch; False when it failed. Work that fails is not tried again before there is news."""
+        try:
+            seconds = self._planner.execute(work)
+        except OutOfPagesError:
+            return False  # the device has less than the limit: what was to be mapped ahead is mapped at need
+        except BaseException as error:
+            self._failure = error
+            return False
+        with self._gate.lock:
+            self._news = True  # there may be more
+            if self.background:
+                self._state.counters.hidden_map_us += seconds * 1e6
+            else:
+                self._state.counters.critical_map_us += seconds * 1e6
+            if work.reason == "lookahead" and self._asked_at is not None:
+                mappings = sum(pages for _, pages in work.growths) * self._state.layout.num_planes
+                latency = time.perf_counter() - self._asked_at - seconds
+                self._state.pace.mapped(mappings, seconds, latency)
+                self._asked_at = None
+        return True

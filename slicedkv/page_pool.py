@@ -1,0 +1,306 @@
+"""`PagePool`: physical memory as handles of two sizes, page and extent, under one memory limit.
+
+A handle is free in the pool or mapped one or more times; the pool counts mappings, not addresses. Knows neither
+slots, planes nor torch. Bookkeeping is guarded by the gate's lock, driver calls are made without it by whoever holds
+the gate's work token (methods marked *token*). Caches may share a pool; they then share its gate and its limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
+
+from .checks import check_int
+from .errors import ConfigError, DriverError, OutOfPagesError, StateError
+from .gate import Gate
+from .vmm.base import Driver
+
+__all__ = ["HandleOwner", "Handles", "PagePool"]
+
+
+class HandleOwner(Protocol):
+    """Somebody who maps handles of a pool."""
+
+    def mapped_handles(self) -> Iterable[int]:
+        """Every handle it has mapped, once per mapping."""
+
+
+class Handles(NamedTuple):
+    """Handles by size."""
+
+    pages: list[int]
+    extents: list[int]
+
+
+class PagePool:
+    """Create, keep, count and release handles.
+
+    Parameters
+    ----------
+    driver : Driver
+    page_bytes : int
+        Bytes of a page, a multiple of the driver's granularity.
+    memory_limit : int
+        Bytes that all handles together may hold.
+    extent_pages : int
+        Pages in one extent; 1 means no extents.
+
+    Raises
+    ------
+    ConfigError
+        A size does not fit the driver, or the limit holds no page.
+    """
+
+    def __init__(self, driver: Driver, *, page_bytes: int, memory_limit: int, extent_pages: int = 16) -> None:
+        granularity = driver.granularity
+        check_int("page_bytes", page_bytes, 1)
+        if page_bytes % granularity:
+            raise ConfigError(
+                f"page_bytes is {page_bytes}; on the {driver.name} driver it must be a multiple of {granularity}"
+            )
+        self.driver = driver
+        self.page_bytes = page_bytes
+        self.extent_pages = check_int("extent_pages", extent_pages, 1)
+        self.gate = Gate()
+        self._free = Handles([], [])
+        self._references: dict[int, int] = {}
+        self._created_pages = 0
+        self._owners: WeakSet[HandleOwner] = WeakSet()
+        self._limit_pages = self._limit(memory_limit)
+
+    def __repr__(self) -> str:
+        return (
+            f"PagePool({self.driver.name}, page_bytes={self.page_bytes}, created={self._created_pages} of "
+            f"{self._limit_pages} pages, free={self.free_pages})"
+        )
+
+    def _limit(self, memory_limit: int) -> int:
+        pages = check_int("memory_limit", memory_limit, 1) // self.page_bytes
+        if not pages:
+            raise ConfigError(f"memory_limit is {memory_limit} bytes, less than one page of {self.page_bytes} bytes")
+        return pages
+
+    # --- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that may be created, a whole number of pages."""
+        return self._limit_pages * self.page_bytes
+
+    @property
+    def created_pages(self) -> int:
+        """Pages behind all handles, free or mapped."""
+        return self._created_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages behind free handles."""
+        return len(self._free.pages) + len(self._free.extents) * self.extent_pages
+
+    @property
+    def ready_pages(self) -> int:
+        """Free handles of one page: what can be mapped without creating anything."""
+        return len(self._free.pages)
+
+    @property
+    def creatable_pages(self) -> int:
+        """Pages the limit still allows to create."""
+        return self._limit_pages - self._created_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had without unmapping anything."""
+        return self.free_pages + self.creatable_pages
+
+    @property
+    def obtainable_extents(self) -> int:
+        """Extents that can be had without breaking up or unmapping anything."""
+        if self.extent_pages == 1:
+            return 0
+        return len(self._free.extents) + self.creatable_pages // self.extent_pages
+
+    def references(self, handle: int) -> int:
+        """Mappings of `handle`; 0 when it is free."""
+        return self._references.get(handle, 0)
+
+    # --- taking and giving back ------------------------------------------------------------------------------------
+
+    def take(self, pages: int, extents: int = 0) -> Handles:
+        """*token* Return handles with one reference each, created as needed. All or nothing.
+
+        Free handles of the other size are released first when the limit leaves no other room.
+
+        Raises
+        ------
+        OutOfPagesError
+            The limit, or the device's memory, does not hold that many.
+        DriverError
+            The driver failed for another reason than memory.
+        """
+        taken, surplus, missing = self._pick(pages, extents)
+        self._release(surplus)
+        created = Handles([], [])
+        try:
+            created.extents.extend(self._create(missing.extents, self.extent_pages))
+            created.pages.extend(self._create(missing.pages, 1))
+        except DriverError as error:
+            with self.gate.lock:
+                self._free.pages.extend(taken.pages)
+                self._free.extents.extend(taken.extents)
+            self._release(created)
+            if not error.out_of_memory:
+                raise
+            raise OutOfPagesError(
+                f"the device has no memory for {missing.pages + missing.extents * self.extent_pages} more pages of "
+                f"{self.page_bytes} bytes although the memory limit of {self.memory_limit} bytes allows them; lower "
+                "memory_limit or free device memory that others hold",
+                requested=pages + extents * self.extent_pages,
+                available=self.free_pages,
+            ) from error
+        taken.pages.extend(created.pages)
+        taken.extents.extend(created.extents)
+        with self.gate.lock:
+            self._references.update(dict.fromkeys(taken.pages + taken.extents, 1))
+        return taken
+
+    def _pick(self, pages: int, extents: int) -> tuple[Handles, Handles, _Count]:
+        """Take free handles; return them, what must be released to stay in the limit, and what must be created."""
+        with self.gate.lock:
+            needed = pages + extents * self.extent_pages
+            if needed > self.available_pages:
+                raise OutOfPagesError(
+                    f"{needed} pages of {self.page_bytes} bytes asked for, {self.available_pages} available under "
+                    f"the memory limit of {self.memory_limit} bytes",
+                    requested=needed,
+                    available=self.available_pages,
+                )
+            taken = Handles(_pop(self._free.pages, pages), _pop(self._free.extents, extents))
+            missing = _Count(pages - len(taken.pages), extents - len(taken.extents))
+            excess = missing.pages + missing.extents * self.extent_pages - self.creatable_pages
+            broken = _pop(self._free.extents, -(-excess // self.extent_pages))
+            loose = _pop(self._free.pages, excess - len(broken) * self.extent_pages)
+            return taken, Handles(loose, broken), missing
+
+    def _create(self, count: int, handle_pages: int) -> list[int]:
+        """Create handles; when memory is short, ask other users of the device once to make room."""
+        if not count:
+            return []
+        num_bytes = handle_pages * self.page_bytes
+        try:
+            handles = self.driver.create_batch(num_bytes, count)
+        except DriverError as error:
+            if not error.out_of_memory or not self.driver.relieve_pressure():
+                raise
+            handles = self.driver.create_batch(num_bytes, count)
+        with self.gate.lock:
+            self._created_pages += count * handle_pages
+        return handles
+
+    def stock(self, pages: int) -> int:
+        """*token* Create up to `pages` free handles ahead of need, as far as the limit allows; return how many."""
+        count = max(0, min(pages, self.creatable_pages))
+        handles = self._create(count, 1)
+        with self.gate.lock:
+            self._free.pages.extend(handles)
+        return count
+
+    def share(self, handles: Handles) -> None:
+        """Count one more mapping of each handle. Call with the lock held."""
+        for handle in (*handles.pages, *handles.extents):
+            self._references[handle] += 1
+
+    def give_back(self, handles: Handles) -> int:
+        """Count one mapping less of each handle and free those without; return the pages freed. Lock held."""
+        freed = 0
+        for group, free, size in (
+            (handles.pages, self._free.pages, 1),
+            (handles.extents, self._free.extents, self.extent_pages),
+        ):
+            for handle in group:
+                left = self._references[handle] - 1
+                if left:
+                    self._references[handle] = left
+                else:
+                    del self._references[handle]
+                    free.append(handle)
+                    freed += size
+        return freed
+
+    # --- giving memory back to the device -----------------------------------------------------------------------
+
+    def trim(self, keep_pages: int = 0) -> int:
+        """*token* Release free handles until at most `keep_pages` pages are free; return the pages released."""
+        with self.gate.lock:
+            surplus = max(0, self.free_pages - keep_pages)
+            extents = _pop(self._free.extents, -(-surplus // self.extent_pages))
+            pages = _pop(self._free.pages, surplus - len(extents) * self.extent_pages)
+        released = Handles(pages, extents)
+        self._release(released)
+        return len(pages) + len(extents) * self.extent_pages
+
+    def set_memory_limit(self, memory_limit: int) -> None:
+        """*token* Change the limit; free handles above it are released.
+
+        Raises
+        ------
+        CapacityError
+            More is mapped than the new limit holds; nothing was changed.
+        """
+        limit = self._limit(memory_limit)
+        mapped = self._created_pages - self.free_pages
+        if mapped > limit:
+            raise OutOfPagesError(
+                f"memory_limit of {memory_limit} bytes holds {limit} pages, but {mapped} pages are mapped; free "
+                "requests first",
+                requested=mapped,
+                available=limit,
+            )
+        self.trim(max(0, limit - mapped))
+        with self.gate.lock:
+            self._limit_pages = limit
+
+    def _release(self, handles: Handles) -> None:
+        """Release handles that are in no list any more. A handle the driver refuses to release is gone for us too."""
+        count = len(handles.pages) + len(handles.extents) * self.extent_pages
+        if not count:
+            return
+        with self.gate.lock:
+            self._created_pages -= count
+        self.driver.release_batch(handles.pages + handles.extents)
+
+    def attach(self, owner: HandleOwner) -> None:
+        """Note somebody who maps handles of this pool; it is forgotten when it is collected."""
+        self._owners.add(owner)
+
+    def check_integrity(self) -> None:
+        """Compare the books with what the owners of the handles have mapped.
+
+        Raises
+        ------
+        StateError
+            An invariant is broken. Call with the lock held and no driver work under way.
+        """
+        mapped = dict(Counter(handle for owner in self._owners for handle in owner.mapped_handles()))
+        if mapped != self._references:
+            wrong = {h for h in mapped.keys() | self._references.keys() if mapped.get(h) != self._references.get(h)}
+            raise StateError(f"handles {sorted(wrong)[:8]} are counted wrongly: mappings and references differ")
+        free = self._free.pages + self._free.extents
+        if len(set(free)) != len(free) or not self._references.keys().isdisjoint(free):
+            raise StateError("a handle is free twice, or free and mapped")
+        if self._created_pages > self._limit_pages:
+            raise StateError(f"{self._created_pages} pages created, over the limit of {self._limit_pages}")
+
+
+class _Count(NamedTuple):
+    pages: int
+    extents: int
+
+
+def _pop(handles: list[int], count: int) -> list[int]:
+    """Remove and return up to `count` handles from the end of a list."""
+    start = len(handles) - max(0, min(count, len(handles)))
+    taken = handles[start:]
+    del handles[start:]
+    return taken

@@ -1,0 +1,185 @@
+"""`Planner`: which work comes next off the critical path, in the paper's order, and doing one batch of it.
+
+Order: pages that `alloc_reqid(seq_len)` or `prefetch` asked for; the next page of slots that near the end of what is
+mapped (lookahead); pages for the request that may come next (eager); handles created ahead, so that `step` need not
+create; pages taken from idle slots when memory is short. A batch is small enough that a `step` that needs the driver
+waits for it no longer than a few milliseconds. Source: vAttention, section 6. Who runs it and when is the mapper's
+business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from statistics import median_low
+from typing import NamedTuple
+
+import torch
+
+from .backing import Growth
+from .growth import Reason, grow_slots
+from .reclaim import next_slot, reclaim_slot, victims
+from .state import CacheState
+
+__all__ = ["Planner", "Work"]
+
+_BATCH_HANDLES = 64
+"""Handles in one batch: 64 at 38 us each (map and set access on an H200) keep the driver for 2.4 ms."""
+
+
+class Work(NamedTuple):
+    """One batch: growths, or handles to create (`stock`), or a slot to take pages from (`reclaim`)."""
+
+    reason: Reason
+    growths: tuple[Growth, ...] = ()
+    amount: int = 0
+
+
+class Planner:
+    """Decide on background work for one cache.
+
+    Parameters
+    ----------
+    state : CacheState
+    """
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self._recent_prompts: deque[int] = deque(maxlen=32)
+        self._background = state.config.mapper == "background"
+
+    def note_prompt(self, seq_len: int) -> None:
+        """Remember a prompt length for `eager_tokens="auto"`. Lock held."""
+        self._recent_prompts.append(seq_len)
+
+    def next(self) -> Work | None:
+        """Return the next batch, or None when there is nothing to do or no memory to do it. Lock held."""
+        if self.state.unscheduled:
+            self._schedule()
+        for propose in (self._prefetch, self._lookahead, self._eager, self._stock, self._reclaim):
+            work = propose()
+            if work is not None:
+                return work
+        return None
+
+    def execute(self, work: Work) -> float:
+        """*token* Do one batch and return the seconds spent in the driver."""
+        started = time.perf_counter()
+        if work.growths:
+            grow_slots(self.state, work.growths, work.reason)
+        elif work.reason == "stock":
+            self.state.pool.stock(work.amount)
+        else:
+            reclaim_slot(self.state, work.amount, wait=False)
+        return time.perf_counter() - started
+
+    # --- when the next page is due --------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Set for every active slot the length at which its next page is asked for."""
+        state, distance = self.state, self.state.config.lookahead_tokens
+        state.unscheduled = False
+        slots = torch.tensor(sorted(state.slots.active), dtype=torch.int64)
+        if not slots.numel():
+            return
+        if distance is not None or not self._background:
+            state.lengths.schedule(slots, distance or 0)
+            return
+        slots = slots[state.lengths.touched[slots] > 0]
+        slack = state.lengths.backed[slots] - state.lengths.touched[slots]
+        state.lengths.schedule(
+            slots, state.pace.distances(slack, state.layout.num_planes, state.layout.tokens_per_page)
+        )
+
+    # --- proposals, each None when it has nothing to do ------------------------------------------------------------
+
+    def _prefetch(self) -> Work | None:
+        state = self.state
+        for slot, pages in state.wanted.items():
+            missing = pages - state.backing.mapped(slot)
+            if missing > 0:
+                work = self._growth("prefetch", [Growth(slot, missing)])
+                return work or self._take_idle()
+        return None
+
+    def _lookahead(self) -> Work | None:
+        growths = []
+        for slot in self.state.lengths.beyond_trigger():
+            missing = self._pages_after(slot) - self.state.backing.mapped(slot)
+            if missing > 0:
+                growths.append(Growth(slot, missing))
+        return self._growth("lookahead", growths)
+
+    def _pages_after(self, slot: int) -> int:
+        """Pages per plane with which a slot has at least one more token than now."""
+        layout = self.state.layout
+        backed = max(int(self.state.lengths.backed[slot]), int(self.state.lengths.touched[slot]))
+        return layout.pages_for(min(backed + 1, layout.max_seq_len))
+
+    def _eager(self) -> Work | None:
+        eager = self.state.config.eager_tokens
+        tokens = eager if eager != "auto" else median_low(self._recent_prompts or (0,))
+        pages = self.state.layout.pages_for(tokens)
+        slot = self.state.slots.best_fit(pages, self.state.backing.mapped) if pages else None
+        missing = pages - self.state.backing.mapped(slot) if slot is not None else 0
+        return self._growth("eager", [Growth(slot, missing)]) if slot is not None and missing > 0 else None
+
+    def _stock(self) -> Work | None:
+        """Keep handles of one page ready: as many as eight slots need at once, at most a batch, at least one slot's."""
+        planes = self.state.layout.num_planes
+        target = max(planes, min(8 * planes, _BATCH_HANDLES))
+        ready = self.state.pool.ready_pages
+        if not self._background or not self.state.slots.num_active or ready > target // 2:
+            return None
+        amount = min(target - ready, self.state.pool.creatable_pages)
+        return Work("stock", amount=amount) if amount > 0 else None
+
+    def _reclaim(self) -> Work | None:
+        pool = self.state.pool
+        low = self.state.config.reclaim_watermark * pool.memory_limit / pool.page_bytes
+        return self._take_idle() if pool.available_pages < low else None
+
+    def _take_idle(self) -> Work | None:
+        """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
+        spared = next_slot(self.state)
+        for victim in victims(self.state):
+            if self.state.slots.is_active(victim.slot) or victim.slot == spared:
+                continue
+            fence = self.state.slots.fence(victim.slot)
+            if fence is None or self.state.pool.driver.fence_done(fence):
+                return Work("reclaim", amount=victim.slot)
+        return None
+
+    def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
+        """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
+        chosen = tuple(_within(growths, self._affordable(), self.state.pool.extent_pages, self.state.layout.num_planes))
+        return Work(reason, chosen) if chosen else None
+
+    def _affordable(self) -> int:
+        return self.state.pool.available_pages // self.state.layout.num_planes
+
+    @property
+    def awaits_device(self) -> bool:
+        """True when memory is short and idle pages only wait for device work to end. Lock held."""
+        pool = self.state.pool
+        low = self.state.config.reclaim_watermark * pool.memory_limit / pool.page_bytes
+        return pool.available_pages < low and any(
+            self.state.backing.mapped(slot) and self.state.slots.fence(slot) is not None
+            for slot in self.state.slots.idle
+        )
+
+
+def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: int) -> Iterator[Growth]:
+    """Cut growths to what memory affords and to the handles of one batch."""
+    handles_left = max(planes, _BATCH_HANDLES)
+    for slot, pages in growths:
+        longest = handles_left // planes
+        if pages > longest and extent_pages > 1:
+            longest = longest * extent_pages
+        part = min(pages, affordable, longest)
+        if part <= 0:
+            return
+        yield Growth(slot, part)
+        affordable -= part
+        handles_left -= planes * -(-part // extent_pages if part > handles_left // planes else part)

@@ -1,0 +1,159 @@
+"""What may be taken back when memory is short, in which order, and taking it back.
+
+The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
+and the slot that would be handed out next last. Nothing is unmapped before the work that may use it is done on the
+device. Functions marked *token* are called by whoever holds the gate's work token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
+
+from .errors import OutOfPagesError, StateError
+from .state import CacheState
+
+__all__ = ["available_pages", "next_slot", "reclaim_slot", "set_memory_limit", "take_back", "trim_slots", "victims"]
+
+_FENCE_TIMEOUT_S = 4.0
+
+
+class Victim(NamedTuple):
+    """A slot whose pages per plane beyond `keep` may go; `pages` of them actually can, whole handles only."""
+
+    slot: int
+    keep: int
+    pages: int
+
+
+def next_slot(state: CacheState) -> int | None:
+    """The slot best fit would hand out next for a short request. Lock held."""
+    return state.slots.best_fit(1, state.backing.mapped)
+
+
+def victims(state: CacheState, spare: Container[int] = ()) -> list[Victim]:
+    """Everything that may be taken back, first things first; slots in `spare` are left out. Lock held."""
+    coming = next_slot(state)
+    ranked: list[tuple[tuple[int, int], Victim]] = []
+    for slot in state.slots.active | state.slots.idle:
+        mapped = state.backing.mapped(slot)
+        if not mapped or slot in spare:
+            continue
+        if state.slots.is_active(slot):
+            rank, keep = 0, state.keep_pages(slot)
+        else:
+            rank, keep = (1 if slot in state.eager else 2 + (slot == coming)), 0
+        pages = state.backing.shrinkable(slot, keep) if mapped > keep else 0
+        if pages:
+            ranked.append(((rank, -pages), Victim(slot, keep, pages)))
+    return [victim for _, victim in sorted(ranked)]
+
+
+def available_pages(state: CacheState, spare: Container[int] = ()) -> int:
+    """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
+    margin = sum(victim.pages for victim in victims(state, spare))
+    return state.pool.available_pages + margin * state.layout.num_planes
+
+
+def take_back(state: CacheState, need_pages: int, spare: Container[int], *, creating: bool = True) -> None:
+    """*token* Unmap margin and idle pages until `need_pages` pages can be had from the pool.
+
+    Waits, for a bounded time, for device work that may still use them.
+
+    Parameters
+    ----------
+    need_pages : int
+        Over all planes.
+    spare : container of int
+        Slots to leave alone.
+    creating : bool
+        Count what the memory limit still allows to create; False after the device itself ran out.
+
+    Raises
+    ------
+    OutOfPagesError
+        There is not that much; nothing was unmapped.
+    """
+
+    def obtainable() -> int:
+        return state.pool.available_pages if creating else state.pool.free_pages
+
+    with state.gate.lock:
+        candidates = victims(state, spare)
+        total = obtainable() + sum(victim.pages for victim in candidates) * state.layout.num_planes
+    if total < need_pages:
+        raise OutOfPagesError(
+            f"{need_pages} pages of {state.pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
+            f"the memory limit of {state.pool.memory_limit} bytes",
+            requested=need_pages,
+            available=total,
+        )
+    for victim in candidates:
+        if obtainable() >= need_pages:
+            return
+        reclaim_slot(state, victim.slot, wait=True)
+
+
+def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
+    """*token* Unmap what a slot holds beyond its request's own pages; return the pages freed over all planes.
+
+    Parameters
+    ----------
+    wait : bool
+        Wait for device work that may still use the pages; otherwise leave them and return 0.
+
+    Raises
+    ------
+    DriverError
+        Nothing was unmapped.
+    StateError
+        The device work did not end in time, or the slot was lost (see `Backing.unmap`).
+    """
+    driver = state.pool.driver
+    fence = state.slots.fence(slot)
+    if wait and fence is not None and not driver.wait_fence(fence, _FENCE_TIMEOUT_S):
+        raise StateError(f"waited {_FENCE_TIMEOUT_S:g} s for device work on freed reqid {slot}; its pages stay mapped")
+    with state.gate.lock:
+        # The slot may have been handed out, and even freed again, since it was chosen: look again.
+        fence = state.slots.fence(slot)
+        if fence is not None and not driver.fence_done(fence):
+            return 0
+        state.slots.clear_fences((slot,))
+        cut = state.backing.detach(slot, state.keep_pages(slot))
+        state.eager.pop(slot, None)
+        state.note_mapped(slot)
+    if cut is None:
+        return 0
+    try:
+        freed = state.backing.unmap(cut)
+    except Exception as error:
+        with state.gate.lock:
+            if isinstance(error, StateError):
+                state.slots.lose(slot)
+            state.note_mapped(slot)
+        raise
+    state.counters.pages_reclaimed += (cut.end_page - cut.first_page) * state.layout.num_planes
+    return freed
+
+
+def trim_slots(state: CacheState) -> None:
+    """*token* Unmap everything that may be taken back. Waits, for a bounded time, for device work on it."""
+    with state.gate.lock:
+        candidates = victims(state)
+    for victim in candidates:
+        reclaim_slot(state, victim.slot, wait=True)
+
+
+def set_memory_limit(state: CacheState, num_bytes: int) -> None:
+    """*token* Change the pool's limit, taking back what may be taken when less is left. Waits as `take_back` does.
+
+    Raises
+    ------
+    ConfigError, OutOfPagesError
+        The limit holds no page, or less than requests need; it stays as it was.
+    """
+    pool = state.pool
+    surplus = pool.created_pages - num_bytes // pool.page_bytes
+    if surplus > pool.free_pages:
+        take_back(state, surplus, (), creating=False)
+    pool.set_memory_limit(num_bytes)

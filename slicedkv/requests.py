@@ -1,0 +1,70 @@
+"""`Requests`: giving slots to requests and taking them back, with all the books that belong to it.
+
+Arguments are checked by the cache. Nothing here maps or unmaps; the mapper is told that there may be work.
+"""
+
+from __future__ import annotations
+
+from .mapper import Mapper
+from .planner import Planner
+from .state import CacheState
+from .zeroing import Zeroer
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    """Begin and end requests of one cache.
+
+    Parameters
+    ----------
+    state : CacheState
+    planner : Planner
+    mapper : Mapper
+    zeroer : Zeroer or None
+    """
+
+    def __init__(self, state: CacheState, planner: Planner, mapper: Mapper, zeroer: Zeroer | None) -> None:
+        self._state = state
+        self._planner = planner
+        self._mapper = mapper
+        self._zeroer = zeroer
+
+    def begin(self, seq_len: int) -> int:
+        """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`."""
+        state = self._state
+        pages = state.layout.pages_for(seq_len)
+        with state.gate.lock:
+            slot = state.slots.activate(state.slots.best_fit(max(1, pages), state.backing.mapped))
+            fence = state.slots.fence(slot)
+            state.eager.pop(slot, None)
+            state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
+            state.note_mapped(slot)
+            if self._zeroer is not None:
+                self._zeroer.forget(slot)
+            if seq_len:
+                state.wanted[slot] = pages
+                self._planner.note_prompt(seq_len)
+            self._mapper.wake()
+        if fence is not None:
+            state.pool.driver.order_after(fence)
+        return slot
+
+    def want(self, slot: int, seq_len: int) -> None:
+        """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
+        state = self._state
+        with state.gate.lock:
+            state.slots.require_active(slot)
+            state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
+            self._mapper.wake()
+
+    def end(self, slot: int) -> None:
+        """Make an active slot idle behind a fence; its pages stay."""
+        state = self._state
+        with state.gate.lock:
+            state.slots.require_active(slot)
+            state.slots.release(slot, state.pool.driver.record_fence())
+            state.lengths.reset(slot)
+            state.wanted.pop(slot, None)
+            state.unscheduled = True
+            self._mapper.wake()

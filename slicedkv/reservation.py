@@ -1,0 +1,56 @@
+"""`Reservation`: one plane's address range, and the arithmetic from (slot, page) to addresses in it.
+
+Owns the addresses until its last user lets go: the cache holds it, and so does every tensor over it, so a view that
+outlives the cache can never see somebody else's memory. Knows neither torch nor what is mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+from .vmm.base import Driver, MappedRange, Run
+
+__all__ = ["Reservation"]
+
+
+class Reservation:
+    """A range of virtual addresses divided into equal slots.
+
+    The range is given back to the driver when the object is collected, never earlier.
+
+    Parameters
+    ----------
+    driver : Driver
+    num_slots, slot_bytes, page_bytes : int
+        Slots of `slot_bytes` each, a multiple of `page_bytes`.
+    """
+
+    def __init__(self, driver: Driver, *, num_slots: int, slot_bytes: int, page_bytes: int) -> None:
+        self.num_bytes = num_slots * slot_bytes
+        self.slot_bytes = slot_bytes
+        self.page_bytes = page_bytes
+        self.address = driver.reserve(self.num_bytes)
+        finalizer = weakref.finalize(self, _free, driver, self.address, self.num_bytes, os.getpid())
+        finalizer.atexit = False  # the process's end gives all addresses back anyway
+
+    def __repr__(self) -> str:
+        return f"Reservation({self.address:#x}, {self.num_bytes} bytes, slots of {self.slot_bytes} bytes)"
+
+    def page_address(self, slot: int, page: int) -> int:
+        """Address of page `page` of slot `slot`."""
+        return self.address + slot * self.slot_bytes + page * self.page_bytes
+
+    def run(self, slot: int, page: int, handles: Sequence[int], handle_pages: int) -> Run:
+        """The run that maps `handles` side by side from page `page` of a slot."""
+        return Run(self.page_address(slot, page), handles, handle_pages * self.page_bytes)
+
+    def mapped_range(self, slot: int, first_page: int, end_page: int) -> MappedRange:
+        """The range of pages ``[first_page, end_page)`` of a slot."""
+        return MappedRange(self.page_address(slot, first_page), (end_page - first_page) * self.page_bytes)
+
+
+def _free(driver: Driver, address: int, num_bytes: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        driver.free_reservation(address, num_bytes)

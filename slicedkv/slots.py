@@ -1,0 +1,113 @@
+"""`SlotTable`: which slots are active and which idle, and which idle slot a new request should get.
+
+Pure Python bookkeeping; knows neither torch, drivers nor pages beyond the counts it is told. Not thread-safe: the
+cache calls it with its gate's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .errors import OutOfSlotsError, StateError
+from .vmm.base import Fence
+
+__all__ = ["SlotTable"]
+
+
+class SlotTable:
+    """States of `num_slots` slots.
+
+    A slot is active (held by a request), idle (free, perhaps still backed by pages) or lost (a driver failure left its
+    mapping in an unknown state; it is never handed out again).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._active: set[int] = set()
+        self._idle: set[int] = set(range(num_slots))
+        self._fences: dict[int, Fence] = {}
+
+    @property
+    def active(self) -> frozenset[int]:
+        """Slots that hold a request."""
+        return frozenset(self._active)
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """Slots that a new request may get."""
+        return frozenset(self._idle)
+
+    @property
+    def num_active(self) -> int:
+        """Number of slots that hold a request."""
+        return len(self._active)
+
+    def is_active(self, slot: int) -> bool:
+        """True when `slot` holds a request."""
+        return slot in self._active
+
+    def require_active(self, reqid: int) -> None:
+        """Raise `StateError` unless `reqid` names an active slot."""
+        if reqid in self._active:
+            return
+        if not 0 <= reqid < self.num_slots:
+            raise StateError(f"reqid {reqid} does not exist; this cache has reqids [0, {self.num_slots})")
+        raise StateError(f"reqid {reqid} is not active; it was freed already or never allocated")
+
+    def best_fit(self, pages: int, mapped: Callable[[int], int]) -> int | None:
+        """Return the idle slot that suits a request of `pages` pages per plane, or None when all are active.
+
+        That is the one with the fewest mapped pages that suffice, else the one with the most; among equals one whose
+        last request is surely over, then the lowest.
+        """
+        if not self._idle:
+            return None
+
+        def fit(slot: int) -> tuple[bool, int, bool, int]:
+            have = mapped(slot)
+            short = have < pages
+            return short, -have if short else have, slot in self._fences, slot
+
+        return min(self._idle, key=fit)
+
+    def activate(self, slot: int | None) -> int:
+        """Make an idle slot active and return it.
+
+        Raises
+        ------
+        OutOfSlotsError
+            `slot` is None: there was no idle slot.
+        """
+        if slot is None:
+            raise OutOfSlotsError(
+                f"all {self.num_slots} slots are active; free a request first or raise max_batch_size",
+                requested=1,
+                available=0,
+            )
+        self._idle.remove(slot)
+        self._active.add(slot)
+        return slot
+
+    def release(self, slot: int, fence: Fence) -> None:
+        """Make an active slot idle; `fence` marks the end of the work that may still use it."""
+        self._active.remove(slot)
+        self._idle.add(slot)
+        self._fences[slot] = fence
+
+    def lose(self, slot: int) -> None:
+        """Never hand out `slot` again."""
+        self._idle.discard(slot)
+        self._active.discard(slot)
+
+    def fence(self, slot: int) -> Fence | None:
+        """The fence that must be done before anything behind the slot's old request is unmapped, or None."""
+        return self._fences.get(slot)
+
+    def set_fence(self, slot: int, fence: Fence) -> None:
+        """Note device work on a slot's pages that an earlier fence, if there is one, comes before."""
+        self._fences[slot] = fence
+
+    def clear_fences(self, slots: Iterable[int]) -> None:
+        """Forget the fences of `slots`: they are done."""
+        for slot in slots:
+            self._fences.pop(slot, None)

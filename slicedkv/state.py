@@ -1,0 +1,120 @@
+"""`CacheState`: what the parts of one cache share, and the few facts that follow from several of them.
+
+No policy lives here: `reclaim` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
+see. Everything is read and changed with the gate's lock held unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .backing import Backing
+from .config import CacheConfig
+from .errors import StateError
+from .gate import Gate
+from .layout import KVLayout
+from .lengths import LengthTable
+from .lookahead import Pace
+from .page_pool import PagePool
+from .slots import SlotTable
+from .stats import CacheStats, Counters
+
+__all__ = ["CacheState"]
+
+
+@dataclass(slots=True)
+class CacheState:
+    """The parts of one cache.
+
+    Attributes
+    ----------
+    owns_pool : bool
+        The pool and its driver end with this cache.
+    wanted : dict of int to int
+        Pages per plane that active requests asked for ahead of need (`alloc_reqid(seq_len)`, `prefetch`), by slot.
+    eager : dict of int to int
+        Pages per plane mapped for a request that is not here yet, by idle slot.
+    unscheduled : bool
+        Slots or mappings changed since lookahead was last scheduled.
+    """
+
+    config: CacheConfig
+    layout: KVLayout
+    pool: PagePool
+    backing: Backing
+    slots: SlotTable
+    lengths: LengthTable
+    owns_pool: bool = True
+    counters: Counters = field(default_factory=Counters)
+    pace: Pace = field(default_factory=Pace)
+    wanted: dict[int, int] = field(default_factory=dict)
+    eager: dict[int, int] = field(default_factory=dict)
+    unscheduled: bool = False
+
+    @property
+    def gate(self) -> Gate:
+        """The lock and token of the pool."""
+        return self.pool.gate
+
+    def keep_pages(self, slot: int) -> int:
+        """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
+        if not self.slots.is_active(slot):
+            return 0
+        return max(self.layout.pages_for(int(self.lengths.touched[slot])), self.wanted.get(slot, 0))
+
+    def note_mapped(self, slot: int) -> None:
+        """Bring the vectors in line with what is mapped for a slot."""
+        if self.slots.is_active(slot):
+            backed = self.layout.tokens_backed(self.backing.mapped(slot))
+            self.lengths.set_backed(slot, backed, full=backed >= self.layout.max_seq_len)
+            self.unscheduled = True
+
+    def snapshot(self) -> CacheStats:
+        """Take the statistics of this moment."""
+        planes, page_bytes = self.layout.num_planes, self.pool.page_bytes
+        plane_page_bytes = planes * page_bytes
+        active = self.slots.active
+        active_pages = sum(map(self.backing.mapped, active))
+        margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
+        mapped_bytes = self.backing.mapped_pages * page_bytes
+        active_bytes = active_pages * plane_page_bytes
+        used_bytes = int(self.lengths.touched.sum()) * self.layout.token_bytes
+        return CacheStats(
+            page_bytes=page_bytes,
+            memory_limit_bytes=self.pool.memory_limit,
+            created_bytes=self.pool.created_pages * page_bytes,
+            free_bytes=self.pool.free_pages * page_bytes,
+            mapped_bytes=mapped_bytes,
+            active_bytes=active_bytes,
+            idle_bytes=mapped_bytes - active_bytes,
+            used_bytes=used_bytes,
+            waste_bytes=active_bytes - used_bytes,
+            lookahead_bytes=margin_pages * plane_page_bytes,
+            eager_bytes=sum(self.eager.values()) * plane_page_bytes,
+            active_slots=len(active),
+            idle_slots=len(self.slots.idle),
+            **self.counters.as_dict(),  # type: ignore[arg-type]
+        )
+
+    def check_integrity(self) -> None:
+        """Compare all books with each other; no driver work may be under way.
+
+        Raises
+        ------
+        StateError
+            An invariant is broken.
+        """
+        self.backing.check_integrity()
+        self.pool.check_integrity()
+        for slot in range(self.layout.max_batch_size):
+            backed = int(self.lengths.backed[slot])
+            mapped = self.backing.mapped(slot)
+            if self.slots.is_active(slot):
+                touched = int(self.lengths.touched[slot])
+                if backed != self.layout.tokens_backed(mapped) or touched > backed:
+                    raise StateError(
+                        f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
+                        f"{self.layout.tokens_backed(mapped)}"
+                    )
+            elif backed or int(self.lengths.touched[slot]):
+                raise StateError(f"slot {slot} is idle but has lengths")

@@ -1,0 +1,106 @@
+"""`Stepper`: what `SlicedKVCache.step` does. Quick when nothing grows, exact about failure when something does.
+
+A step that finds everything mapped costs one vector comparison under the lock. A step that does not takes the gate's
+work token, looks again (the mapper may have been at it), and maps the rest on the calling thread: that is a stall.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .backing import Growth
+from .errors import OutOfPagesError
+from .growth import grow_now
+from .mapper import Mapper
+from .state import CacheState
+from .stats import StepRecord
+
+__all__ = ["Stepper"]
+
+_QUIET = StepRecord(ok=True)
+
+
+class Stepper:
+    """Make lengths mapped.
+
+    Parameters
+    ----------
+    state : CacheState
+    mapper : Mapper
+        Woken when a slot nears the end of what is mapped.
+    """
+
+    def __init__(self, state: CacheState, mapper: Mapper) -> None:
+        self._state = state
+        self._mapper = mapper
+
+    def step(self, lens: torch.Tensor) -> bool:
+        """Map what is missing for `lens` (``[B]`` int64); see `SlicedKVCache.step`."""
+        started = time.perf_counter()
+        state = self._state
+        with state.gate.lock:
+            state.counters.steps += 1
+            state.pace.step_at(started)
+            if state.lengths.is_quiet(lens):
+                state.lengths.advance(lens)
+                state.counters.last_step = _QUIET
+                return True
+            if not self.growths(lens):
+                self._settle(lens, _QUIET)
+                return True
+        return self._step_with_growth(lens, started)
+
+    def growths(self, lens: torch.Tensor) -> tuple[Growth, ...]:
+        """What is missing for `lens`, after refusing what can never be. Lock held.
+
+        Raises
+        ------
+        ConfigError, StateError
+            A length is out of range, or given for a slot that is not active.
+        """
+        state = self._state
+        state.lengths.check_range(lens, state.layout.max_seq_len)
+        growths = []
+        for slot in state.lengths.beyond_backed(lens):
+            state.slots.require_active(slot)
+            growths.append(Growth(slot, state.layout.pages_for(int(lens[slot])) - state.backing.mapped(slot)))
+        return tuple(growths)
+
+    def _settle(self, lens: torch.Tensor, record: StepRecord) -> None:
+        """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
+        self._state.lengths.advance(lens)
+        self._state.counters.last_step = record
+        self._mapper.wake()
+
+    def _step_with_growth(self, lens: torch.Tensor, started: float) -> bool:
+        """Map what is missing on the calling thread; count it as a stall."""
+        state = self._state
+        with state.gate.work("step"):
+            with state.gate.lock:
+                growths = self.growths(lens)
+            begun = time.perf_counter()
+            try:
+                if growths:
+                    grow_now(state, growths)
+                ok = True
+            except OutOfPagesError:
+                ok = False
+            finished = time.perf_counter()
+            with state.gate.lock:
+                self._note_late(growths)
+                pages = sum(pages for _, pages in growths) * state.layout.num_planes if ok else 0
+                record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6)
+                state.counters.stalls += 1
+                state.counters.stall_us += record.stall_us
+                state.counters.critical_map_us += (finished - begun) * 1e6
+                state.counters.last_step = record
+                if ok:
+                    self._settle(lens, record)
+        return ok
+
+    def _note_late(self, growths: tuple[Growth, ...]) -> None:
+        """Widen lookahead when a request that was decoding had to wait for a page. Lock held."""
+        if any(pages == 1 and self._state.lengths.touched[slot] > 0 for slot, pages in growths):
+            self._state.pace.stalled()

@@ -1,0 +1,62 @@
+"""The tensors a cache shows: raw planes and per-layer slices, as strided views over its reservations.
+
+Made once, when the cache opens; they cost addresses only. Each holds its reservation, so a view that outlives the
+cache keeps its addresses (reading them then faults, as nothing is mapped there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .layout import K, KVLayout, V
+from .reservation import Reservation
+from .tensors import LayerView, tensor_at
+
+__all__ = ["KVViews"]
+
+
+class KVViews:
+    """Views over the planes of one cache.
+
+    Attributes
+    ----------
+    planes : tuple of LayerView
+        ``[B, L, N, H, D]`` each (sliced), ``[B, L, N, 2, H, D]`` (interleaved) or ``[B, L, H, D]`` (per_layer).
+    keys, values : tuple of LayerView
+        Layer slices ``[B, L, H, D]``.
+    raw_bytes : tuple of torch.Tensor
+        ``[plane_bytes]`` uint8 each, for whole pages.
+    """
+
+    def __init__(
+        self, layout: KVLayout, reservations: Sequence[Reservation], dtype: torch.dtype, torch_device: str
+    ) -> None:
+        self.raw_bytes = tuple(tensor_at(r.address, r.num_bytes, torch_device, r) for r in reservations)
+        flat = [raw.view(dtype) for raw in self.raw_bytes]
+        self.planes = tuple(_plane(layout, elements) for elements in flat)
+        self.keys, self.values = (
+            tuple(_slice(layout, flat, layer, which) for layer in range(layout.num_layers)) for which in (K, V)
+        )
+
+    def page_bytes_of(self, layout: KVLayout, slot: int, first_page: int, end_page: int) -> list[torch.Tensor]:
+        """Bytes of pages ``[first_page, end_page)`` of a slot, one tensor a plane."""
+        start = slot * layout.slot_stride_bytes
+        span = slice(start + first_page * layout.page_bytes, start + end_page * layout.page_bytes)
+        return [raw[span] for raw in self.raw_bytes]
+
+
+def _plane(layout: KVLayout, elements: torch.Tensor) -> torch.Tensor:
+    shape = (layout.max_batch_size, layout.max_seq_len, *layout.row_shape)
+    strides = [1]
+    for extent in reversed(layout.row_shape):
+        strides.append(strides[-1] * extent)
+    strides.append(layout.slot_stride_bytes // layout.itemsize)
+    return elements.as_strided(shape, strides[::-1]).as_subclass(LayerView)
+
+
+def _slice(layout: KVLayout, flat: Sequence[torch.Tensor], layer: int, which: int) -> torch.Tensor:
+    geometry = layout.slice_geometry(layer, which)
+    shape = (layout.max_batch_size, layout.max_seq_len, layout.num_kv_heads, layout.head_dim)
+    return flat[geometry.plane].as_strided(shape, geometry.strides, geometry.offset).as_subclass(LayerView)

@@ -1,0 +1,94 @@
+"""Forms of seq_lens, and the vectors behind `step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slicedkv.errors import ConfigError
+from slicedkv.lengths import LengthTable, parse_seq_lens
+
+FORMS = [
+    [3, 0, 7],
+    (3, 0, 7),
+    {0: 3, 2: 7},
+    np.array([3, 0, 7]),
+    np.array([3, 0, 7], dtype=np.int32),
+    torch.tensor([3, 0, 7]),
+    torch.tensor([3, 0, 7], dtype=torch.int32),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{type(form).__name__}-{getattr(form, 'dtype', '')}")
+def test_every_form_means_the_same(form: Any) -> None:
+    assert parse_seq_lens(form, 3).tolist() == [3, 0, 7]
+    assert parse_seq_lens(form, 3).dtype == torch.int64
+
+
+BAD = [
+    ([1, 2], "3 items"),
+    ([1, 2, 3, 4], "3 items"),
+    ([1.5, 2, 3], "1.5"),
+    ([True, 2, 3], "True"),
+    (["1", 2, 3], "'1'"),
+    (7, "7"),
+    ("abc", "abc"),
+    ([2**70, 0, 0], str(2**70)),
+    (torch.tensor([1.0, 2, 3]), "float32"),
+    (torch.zeros(3, 1, dtype=torch.int64), r"\(3, 1\)"),
+    (torch.tensor([True, False, True]), "bool"),
+    (torch.zeros(3, dtype=torch.int64, device="meta"), "meta"),
+    ({3: 1}, "reqid is 3"),
+    ({-1: 1}, "reqid is -1"),
+    ({0: -2}, r"seq_lens\[0\] is -2"),
+    ({0: 1.5}, "1.5"),
+    ({"0": 1}, "'0'"),
+]
+
+
+@pytest.mark.parametrize(("form", "named"), BAD, ids=str)
+def test_wrong_forms_are_named(form: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_seq_lens(form, 3)
+
+
+def test_quiet_until_a_trigger_is_passed() -> None:
+    table = LengthTable(3)
+    table.set_backed(1, 10, full=False)
+    table.schedule(torch.tensor([1]), 2)
+    assert table.is_quiet(torch.tensor([0, 8, 0]))
+    assert not table.is_quiet(torch.tensor([0, 9, 0]))
+    assert not table.is_quiet(torch.tensor([1, 8, 0])), "a length for an idle slot must stand out"
+    assert not table.is_quiet(torch.tensor([0, -1, 0]))
+    assert table.beyond_backed(torch.tensor([0, 11, 0])) == [1]
+
+
+def test_touched_is_the_longest_length() -> None:
+    table = LengthTable(2)
+    for lens in ([5, 0], [3, 1], [0, 2]):
+        table.advance(torch.tensor(lens))
+    assert table.touched.tolist() == [5, 2]
+    table.reset(0)
+    assert table.touched.tolist() == [0, 2]
+
+
+def test_a_full_slot_never_triggers() -> None:
+    table = LengthTable(1)
+    table.set_backed(0, 10, full=True)
+    table.schedule(torch.tensor([0]), 5)
+    assert table.is_quiet(torch.tensor([10]))
+
+
+def test_range_names_the_first_offender() -> None:
+    with pytest.raises(ConfigError, match=r"seq_lens\[1\] is 9.*max_seq_len = 8"):
+        LengthTable(3).check_range(torch.tensor([8, 9, -1]), 8)
+
+
+def test_parsing_does_not_keep_the_callers_memory() -> None:
+    table, lens = LengthTable(2), torch.tensor([4, 5])
+    table.advance(parse_seq_lens(lens, 2))
+    lens.fill_(99)
+    assert table.touched.tolist() == [4, 5]
