@@ -99,7 +99,7 @@ class Backing:
         segments, runs = self._lay_out(plan, handles)
         try:
             self.pool.driver.map_batch(runs)
-        except DriverError:
+        except BaseException:
             with self.pool.gate.lock:
                 self.pool.give_back(handles)
             self.pool.trim(free_before)
@@ -186,7 +186,7 @@ class Backing:
         """
         try:
             self._unmap(cut)
-        except Exception:
+        except BaseException:
             with self.pool.gate.lock:
                 self._segments[cut.slot].extend(cut.segments)
                 self._mapped[cut.slot] = cut.end_page

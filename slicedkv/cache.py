@@ -6,19 +6,16 @@ taken back in `reclaim`.
 
 from __future__ import annotations
 
-import os
 import weakref
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 
 from .checks import check_int
 from .config import CacheConfig, MapperKind
-from .errors import StateError
 from .layout import KVLayout, LayoutKind
 from .lengths import SeqLens, parse_seq_lens
-from .lifecycle import abandon, open_state, shut_down
+from .lifecycle import Closeable, abandon, open_state, shut_down
 from .mapper import Mapper
 from .page_pool import PagePool
 from .planner import Planner
@@ -32,7 +29,7 @@ from .zeroing import Zeroer
 __all__ = ["SlicedKVCache"]
 
 
-class SlicedKVCache:
+class SlicedKVCache(Closeable):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
     Every public method may be called from any thread. None waits for the GPU unless it says so.
@@ -74,33 +71,26 @@ class SlicedKVCache:
         zero_on_reuse: bool = False,
         pool: PagePool | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in {"self", "pool"}}
-        self._closed = True  # until everything is open
-        self._pid = os.getpid()
+        options = {name: value for name, value in locals().items() if name not in {"self", "pool", "__class__"}}
+        super().__init__()
         config = CacheConfig(**options)
         self._state = open_state(config, pool)
         self._gate = self._state.gate
-        driver = self._state.pool.driver
         self.dtype: torch.dtype = config.dtype
-        self.device = torch.device(driver.torch_device)
-        self._views = KVViews(self.layout, self._state.backing.reservations, config.dtype, driver.torch_device)
+        self.device = torch.device(self.pool.driver.torch_device)
+        self._views = KVViews(self._state.backing, config.dtype)
         planner = Planner(self._state)
         self._mapper = Mapper(planner, background=config.mapper == "background")
         self._stepper = Stepper(self._state, self._mapper)
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper, self._zeroer)
-        self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, self._pid)
+        self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, self._owner_pid)
         self._closed = False
 
     # --- what it looks like -----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        layout = self.layout
-        return (
-            f"SlicedKVCache({layout.kind}, N={layout.num_layers}, H={layout.num_kv_heads}, D={layout.head_dim}, "
-            f"{self.dtype}, B={layout.max_batch_size}, L={layout.max_seq_len}, {self.device}, "
-            f"page_bytes={layout.page_bytes}{', closed' if self._closed else ''})"
-        )
+        return f"SlicedKVCache({self.layout}, {self.dtype}, {self.device}{', closed' if self._closed else ''})"
 
     @property
     def layout(self) -> KVLayout:
@@ -224,13 +214,7 @@ class SlicedKVCache:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def pages_needed(self, seq_lens: SeqLens) -> int:
-        """Pages over all planes that `step(seq_lens)` would still have to map.
-
-        Raises
-        ------
-        ConfigError, StateError
-            As `step`.
-        """
+        """Pages over all planes that `step(seq_lens)` would still have to map; raises as `step` does."""
         self._check_open()
         lens = parse_seq_lens(seq_lens, self.layout.max_batch_size)
         with self._gate.lock:
@@ -292,12 +276,6 @@ class SlicedKVCache:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(f"this cache belongs to process {self._pid}; a forked child must open its own")
-        if self._closed:
-            raise StateError("the cache is closed; open a new one")
-
     def _enter(self) -> None:
         """Begin a call that changes something: raise what went wrong in the background since the last one."""
         self._check_open()
@@ -320,12 +298,3 @@ class SlicedKVCache:
         self._closed = True
         self._finalizer.detach()
         del self._views, self._zeroer, self._requests
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

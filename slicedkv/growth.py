@@ -55,6 +55,7 @@ def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
     try:
         grow_slots(state, growths, "growth")
     except OutOfPagesError:
-        # The device holds less than the limit promises: do with what is free and what may be taken back.
-        take_back(state, need, spare, creating=False)
+        # The device holds less than the limit promises: count on what it says it has, and take back the rest.
+        on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
+        take_back(state, need, spare, creatable=min(on_device, state.pool.creatable_pages))
         grow_slots(state, growths, "growth")

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from contextlib import suppress
+from types import TracebackType
+from typing import Self
 
 from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
-from .errors import ConfigError
+from .errors import ConfigError, StateError
 from .lengths import LengthTable
 from .mapper import Mapper
 from .page_pool import PagePool
@@ -18,10 +21,42 @@ from .slots import SlotTable
 from .state import CacheState
 from .vmm import open_driver
 
-__all__ = ["abandon", "open_state", "shut_down"]
+__all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES = 2 << 20
 _DEFAULT_FRACTION = {"cuda": 0.9}
+
+
+class Closeable(ABC):
+    """A public object that is closed once, belongs to the process that opened it, and is a context manager."""
+
+    def __init__(self) -> None:
+        self._owner_pid = os.getpid()
+        self._closed = True  # until all of it is open
+
+    @property
+    def closed(self) -> bool:
+        """True when it can no longer be used."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise StateError(f"this cache belongs to process {self._owner_pid}; a forked child must open its own")
+        if self._closed:
+            raise StateError("the cache is closed; open a new one")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; calling it again does nothing."""
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def open_pool(config: CacheConfig) -> PagePool:

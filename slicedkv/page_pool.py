@@ -68,7 +68,7 @@ class PagePool:
         self._references: dict[int, int] = {}
         self._created_pages = 0
         self._owners: WeakSet[HandleOwner] = WeakSet()
-        self._limit_pages = self._limit(memory_limit)
+        self._limit_pages = self.pages_in_limit(memory_limit)
 
     def __repr__(self) -> str:
         return (
@@ -76,7 +76,8 @@ class PagePool:
             f"{self._limit_pages} pages, free={self.free_pages})"
         )
 
-    def _limit(self, memory_limit: int) -> int:
+    def pages_in_limit(self, memory_limit: int) -> int:
+        """Pages that a limit in bytes holds; `ConfigError` when it holds none."""
         pages = check_int("memory_limit", memory_limit, 1) // self.page_bytes
         if not pages:
             raise ConfigError(f"memory_limit is {memory_limit} bytes, less than one page of {self.page_bytes} bytes")
@@ -121,10 +122,6 @@ class PagePool:
             return 0
         return len(self._free.extents) + self.creatable_pages // self.extent_pages
 
-    def references(self, handle: int) -> int:
-        """Mappings of `handle`; 0 when it is free."""
-        return self._references.get(handle, 0)
-
     # --- taking and giving back ------------------------------------------------------------------------------------
 
     def take(self, pages: int, extents: int = 0) -> Handles:
@@ -145,12 +142,12 @@ class PagePool:
         try:
             created.extents.extend(self._create(missing.extents, self.extent_pages))
             created.pages.extend(self._create(missing.pages, 1))
-        except DriverError as error:
+        except BaseException as error:
             with self.gate.lock:
                 self._free.pages.extend(taken.pages)
                 self._free.extents.extend(taken.extents)
             self._release(created)
-            if not error.out_of_memory:
+            if not isinstance(error, DriverError) or not error.out_of_memory:
                 raise
             raise OutOfPagesError(
                 f"the device has no memory for {missing.pages + missing.extents * self.extent_pages} more pages of "
@@ -206,11 +203,6 @@ class PagePool:
             self._free.pages.extend(handles)
         return count
 
-    def share(self, handles: Handles) -> None:
-        """Count one more mapping of each handle. Call with the lock held."""
-        for handle in (*handles.pages, *handles.extents):
-            self._references[handle] += 1
-
     def give_back(self, handles: Handles) -> int:
         """Count one mapping less of each handle and free those without; return the pages freed. Lock held."""
         freed = 0
@@ -248,7 +240,7 @@ class PagePool:
         CapacityError
             More is mapped than the new limit holds; nothing was changed.
         """
-        limit = self._limit(memory_limit)
+        limit = self.pages_in_limit(memory_limit)
         mapped = self._created_pages - self.free_pages
         if mapped > limit:
             raise OutOfPagesError(

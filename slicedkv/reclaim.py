@@ -55,7 +55,7 @@ def available_pages(state: CacheState, spare: Container[int] = ()) -> int:
     return state.pool.available_pages + margin * state.layout.num_planes
 
 
-def take_back(state: CacheState, need_pages: int, spare: Container[int], *, creating: bool = True) -> None:
+def take_back(state: CacheState, need_pages: int, spare: Container[int], *, creatable: int | None = None) -> None:
     """*token* Unmap margin and idle pages until `need_pages` pages can be had from the pool.
 
     Waits, for a bounded time, for device work that may still use them.
@@ -66,8 +66,8 @@ def take_back(state: CacheState, need_pages: int, spare: Container[int], *, crea
         Over all planes.
     spare : container of int
         Slots to leave alone.
-    creating : bool
-        Count what the memory limit still allows to create; False after the device itself ran out.
+    creatable : int, optional
+        Pages that can still be created; by default as many as the memory limit allows.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def take_back(state: CacheState, need_pages: int, spare: Container[int], *, crea
     """
 
     def obtainable() -> int:
-        return state.pool.available_pages if creating else state.pool.free_pages
+        return state.pool.free_pages + (state.pool.creatable_pages if creatable is None else creatable)
 
     with state.gate.lock:
         candidates = victims(state, spare)
@@ -153,7 +153,7 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
         The limit holds no page, or less than requests need; it stays as it was.
     """
     pool = state.pool
-    surplus = pool.created_pages - num_bytes // pool.page_bytes
+    surplus = pool.created_pages - pool.pages_in_limit(num_bytes)
     if surplus > pool.free_pages:
-        take_back(state, surplus, (), creating=False)
+        take_back(state, surplus, (), creatable=0)
     pool.set_memory_limit(num_bytes)

@@ -1,4 +1,130 @@
-from typing import Any
+"""Tensors over addresses, mapped or not, and `LayerView`, the tensor type of public layer slices.
+
+The only module above the drivers that cares which kind of memory an address is. Knows nothing of pages or slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NoReturn
+
 import torch
-class LayerView(torch.Tensor): ...
-def tensor_at(address: int, num_bytes: int, torch_device: str, owner: Any) -> torch.Tensor: raise NotImplementedError
+import torch.utils.dlpack
+
+from .errors import ConfigError, StateError
+
+__all__ = ["LayerView", "tensor_at"]
+
+
+def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) -> torch.Tensor:
+    """Return a tensor of uint8 over ``[address, address + num_bytes)``, of which nothing need be mapped.
+
+    No byte is read or written and nothing synchronises. Thread-safe.
+
+    Parameters
+    ----------
+    address, num_bytes : int
+    torch_device : str
+        The driver's `torch_device`: "cpu", "cuda:<index>" or "meta".
+    owner : object
+        Kept alive until the last view of the tensor is gone.
+
+    Raises
+    ------
+    ConfigError
+        No tensors can be made for that device.
+    """
+    device = torch.device(torch_device)
+    if device.type == "cpu":
+        buffer: Any = (ctypes.c_char * num_bytes).from_address(address)
+        buffer.owner = owner
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+    if device.type == "cuda":
+        return _from_dlpack(address, num_bytes, (_DL_CUDA, device.index or 0), owner)
+    if device.type == "meta":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    raise ConfigError(f"no tensor can lie over addresses of {torch_device!r}")
+
+
+class LayerView(torch.Tensor):
+    """A view of cache memory, most of which may have nothing behind it.
+
+    Behaves as any tensor, and operations on it give plain tensors. Whatever would read it as a whole without being
+    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process.
+    """
+
+    # As torch.nn.Parameter does.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"LayerView(shape={tuple(self.shape)}, strides={self.stride()}, dtype={self.dtype}, device={self.device}, "
+            "values not shown: rows may have no memory behind them)"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse("copied or pickled")
+
+    def _refuse(self, done: str) -> NoReturn:
+        raise StateError(
+            f"a layer slice of shape {tuple(self.shape)} cannot be {done} as a whole, rows past a request's length "
+            "have no memory behind them; copy the rows in use: view[reqid, :seq_len].clone()"
+        )
+
+
+# --- DLPack: the one public way to a CUDA tensor over memory that is not there yet ----------------------------------
+# Structs and device numbers as in dlpack.h, version 0.8 of the specification.
+
+_DL_CPU, _DL_CUDA, _DL_UINT = 1, 2, 1
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_lent: dict[int, tuple[_DLManagedTensor, object]] = {}
+"""Structs that torch holds by address, with the owners of their memory; the deleter takes them out."""
+
+_drop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda address, _pop=_lent.pop: _pop(address, None) and None)
+# A tensor may die after this module did: the deleter uses no globals and is never freed.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_drop))
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def _from_dlpack(address: int, num_bytes: int, device: tuple[int, int], owner: object) -> torch.Tensor:
+    """Lend memory to torch through a DLPack capsule. The capsule never leaves this function."""
+    shape = (ctypes.c_int64 * 1)(num_bytes)
+    strides = (ctypes.c_int64 * 1)(1)
+    tensor = _DLTensor(address, *device, 1, _DL_UINT, 8, 1, shape, strides, 0)
+    managed = _DLManagedTensor(tensor, None, ctypes.cast(_drop, ctypes.c_void_p))
+    place = ctypes.addressof(managed)
+    _lent[place] = (managed, owner)
+    try:
+        return torch.utils.dlpack.from_dlpack(_new_capsule(place, b"dltensor", None))
+    except BaseException:
+        _lent.pop(place, None)  # not consumed: nobody else will
+        raise

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .backing import Backing
 from .layout import K, KVLayout, V
-from .reservation import Reservation
 from .tensors import LayerView, tensor_at
 
 __all__ = ["KVViews"]
@@ -30,10 +30,9 @@ class KVViews:
         ``[plane_bytes]`` uint8 each, for whole pages.
     """
 
-    def __init__(
-        self, layout: KVLayout, reservations: Sequence[Reservation], dtype: torch.dtype, torch_device: str
-    ) -> None:
-        self.raw_bytes = tuple(tensor_at(r.address, r.num_bytes, torch_device, r) for r in reservations)
+    def __init__(self, backing: Backing, dtype: torch.dtype) -> None:
+        layout, torch_device = backing.layout, backing.pool.driver.torch_device
+        self.raw_bytes = tuple(tensor_at(r.address, r.num_bytes, torch_device, r) for r in backing.reservations)
         flat = [raw.view(dtype) for raw in self.raw_bytes]
         self.planes = tuple(_plane(layout, elements) for elements in flat)
         self.keys, self.values = (

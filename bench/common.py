@@ -1,0 +1,136 @@
+"""What every benchmark shares: the machine's description, timing by CUDA events, and the file a result goes to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that matter, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe the machine a result comes from."""
+    if device == "cpu":
+        return {"name": "host", "processor": _processor(), "kernel": platform.release()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+    }
+
+
+def short_name(device: str) -> str:
+    """Name of the machine in file names: "host", or the GPU's, such as "h200"."""
+    return "host" if device == "cpu" else torch.cuda.get_device_name(device).removeprefix("NVIDIA ").lower().split()[0]
+
+
+def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
+    """Write `<name>-<machine>.json` with everything needed to repeat the measurement, and return its path."""
+    device, folder = options.device, options.out
+    result = {
+        "name": name,
+        "machine": machine(device),
+        "versions": versions(),
+        "date": date.today().isoformat(),
+        "commit": options.commit or commit(),
+        "command": " ".join(["python", *sys.argv]),
+        **more,
+        "rows": list(rows),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{short_name(device)}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def commit() -> str:
+    """The commit measured, with a "+" when the working tree differed from it."""
+    revision = _command("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    return revision + ("+" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2) -> float:
+    """Median seconds of `call` on the current stream, by CUDA events."""
+    for _ in range(warmup):
+        call()
+    seconds = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
+
+
+def copy_rate(num_bytes: int = 4 << 30) -> float:
+    """Bytes a second that a device-to-device copy moves, counting those read and those written."""
+    source = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / time_cuda(lambda: target.copy_(source))
+
+
+def percentiles(values: Sequence[float], *shares: float) -> list[float]:
+    """The values below which these shares of all lie."""
+    ordered = sorted(values)
+    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
+
+
+def progress(text: str) -> None:
+    """Say what is being measured."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
+    found.add_argument("--commit", help="the commit measured, where git does not tell")
+    found.add_argument("--quick", action="store_true", help="fewer steps and shapes")
+    return found
+
+
+def _command(*words: str) -> str:
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return platform.processor()

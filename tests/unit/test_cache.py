@@ -1,0 +1,316 @@
+"""`SlicedKVCache` on real host memory: what each call promises, with all layouts, page sizes and both mappers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slicedkv import ConfigError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
+
+KIB, MIB = 1 << 10, 1 << 20
+MakeCache = Callable[..., SlicedKVCache]
+LAYOUTS = ("sliced", "interleaved", "per_layer")
+
+
+def used_bytes(cache: SlicedKVCache) -> int:
+    """Physical memory as the OS counts it."""
+    return cache.pool.driver.used_bytes()  # type: ignore[attr-defined]
+
+
+def stamp(cache: SlicedKVCache, reqid: int, start: int, end: int, seed: int) -> None:
+    """Write a value that names layer, token and request into every row of ``[start, end)``."""
+    for layer in range(cache.layout.num_layers):
+        tokens = torch.arange(start, end).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
+        cache.k(layer)[reqid, start:end] = tokens.to(cache.dtype)
+        cache.v(layer)[reqid, start:end] = -tokens.to(cache.dtype)
+
+
+def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int) -> None:
+    for layer in range(cache.layout.num_layers):
+        tokens = torch.arange(end).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
+        shape = (end, cache.layout.num_kv_heads, cache.layout.head_dim)
+        assert torch.equal(cache.k(layer)[reqid, :end], tokens.to(cache.dtype).expand(shape))
+        assert torch.equal(cache.v(layer)[reqid, :end], -tokens.to(cache.dtype).expand(shape))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_bytes", [64 * KIB, 2 * MIB])
+@pytest.mark.parametrize("mapper", ["sync", "background"])
+def test_rows_hold_what_was_written(make_cache: MakeCache, layout: str, page_bytes: int, mapper: str) -> None:
+    cache = make_cache(layout=layout, page_bytes=page_bytes, mapper=mapper, max_seq_len=1500, memory_limit="200MiB")
+    lens = dict.fromkeys((cache.alloc_reqid() for _ in range(3)), 0)
+    for grow in (1, 700, 1, 790):
+        for reqid, length in lens.items():
+            lens[reqid] = min(length + grow + reqid, 1500)
+        assert cache.step(lens)
+        for reqid, length in lens.items():
+            stamp(cache, reqid, 0, length, seed=reqid + 1)
+    for reqid, length in lens.items():
+        assert_stamped(cache, reqid, length, seed=reqid + 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_freeing_one_request_leaves_the_others(make_cache: MakeCache, layout: str) -> None:
+    cache = make_cache(
+        num_layers=28, num_kv_heads=8, head_dim=4, dtype=torch.float32, max_seq_len=1000, page_bytes=4096, layout=layout
+    )
+    first, second = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({first: 1000, second: 1000})
+    stamp(cache, first, 0, 1000, 1)
+    stamp(cache, second, 0, 1000, 2)
+    cache.free_reqid(first)
+    cache.trim()
+    assert_stamped(cache, second, 1000, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_real_and_follows_stats(make_cache: MakeCache, layout: str) -> None:
+    cache = make_cache(layout=layout)
+    assert used_bytes(cache) == 0
+    reqids = [cache.alloc_reqid() for _ in range(3)]
+    for length in (1, 170, 171, 400):
+        assert cache.step(dict.fromkeys(reqids, length))
+        stats = cache.stats()
+        assert used_bytes(cache) == stats.created_bytes == stats.mapped_bytes + stats.free_bytes
+        assert stats.active_bytes >= 3 * cache.layout.bytes_for(length)
+        assert stats.used_bytes == 3 * length * cache.layout.token_bytes
+        assert stats.waste_bytes == stats.active_bytes - stats.used_bytes
+    driver = cache.pool.driver
+    for reqid in reqids:
+        cache.free_reqid(reqid)
+    assert cache.stats().idle_bytes == cache.stats().mapped_bytes > 0
+    cache.trim()
+    assert driver.used_bytes() == 0  # type: ignore[attr-defined]
+    assert cache.stats().created_bytes == 0
+
+
+def test_trim_leaves_what_lengths_need(make_cache: MakeCache) -> None:
+    cache = make_cache(mapper="sync", lookahead_tokens=40)
+    lens = {cache.alloc_reqid(): length for length in (400, 10, 200, 1)}
+    assert cache.step(lens)
+    for reqid in list(lens)[::-1]:
+        cache.trim()
+        expected = sum(map(cache.layout.bytes_for, lens.values()))
+        assert cache.stats().mapped_bytes == cache.stats().created_bytes == used_bytes(cache) == expected
+        cache.free_reqid(reqid)
+        del lens[reqid]
+    assert cache.trim() > 0
+    assert cache.stats().created_bytes == 0
+
+
+def test_step_is_false_without_side_effects_when_memory_is_short(make_cache: MakeCache) -> None:
+    cache = make_cache(memory_limit=12 * 64 * KIB, max_seq_len=2000)
+    first, second = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({first: 400, second: 1})
+    stamp(cache, first, 0, 400, 1)
+    before, needed = cache.stats(), cache.pages_needed({first: 400, second: 1900})
+    assert needed > cache.pages_available()
+    assert cache.step({first: 400, second: 1900}) is False
+    after = cache.stats()
+    assert (after.mapped_bytes, after.created_bytes, after.used_bytes) == (
+        before.mapped_bytes,
+        before.created_bytes,
+        before.used_bytes,
+    )
+    assert not after.last_step.ok
+    assert_stamped(cache, first, 400, 1)
+    cache.free_reqid(second)
+    assert cache.step({first: 700}), "the freed request's pages are there for others"
+
+
+def test_idle_slots_are_taken_back_when_needed(make_cache: MakeCache) -> None:
+    cache = make_cache(memory_limit=10 * 64 * KIB, max_seq_len=2000, mapper="sync")
+    first = cache.alloc_reqid()
+    assert cache.step({first: 700})
+    second = cache.alloc_reqid()
+    cache.free_reqid(first)
+    assert cache.pages_available() == 10
+    assert cache.can_admit(800)
+    assert cache.step({second: 800})
+    assert cache.stats().pages_reclaimed > 0
+    assert not cache.can_admit(1)
+    assert cache.pages_available() == 0
+
+
+def test_a_new_request_reuses_the_pages_of_its_slot(make_cache: MakeCache) -> None:
+    cache = make_cache(mapper="sync")
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 300})
+    mapped = cache.stats().pages_mapped
+    cache.free_reqid(reqid)
+    assert cache.alloc_reqid(300) == reqid
+    assert cache.step({reqid: 300})
+    assert cache.stats().pages_mapped == mapped
+    assert cache.stats().pages_reused == mapped
+
+
+def test_best_fit_over_real_slots(make_cache: MakeCache) -> None:
+    cache = make_cache(mapper="sync", max_seq_len=4000, max_batch_size=3)
+    small, large, empty = (cache.alloc_reqid() for _ in range(3))
+    page = cache.layout.tokens_backed(1)
+    cache.step({small: 3 * page, large: 10 * page})
+    for reqid in (small, large, empty):
+        cache.free_reqid(reqid)
+    assert cache.alloc_reqid(2 * page) == small
+    assert cache.alloc_reqid(20 * page) == large
+    assert cache.alloc_reqid() == empty
+
+
+def test_set_memory_limit_down_and_up(make_cache: MakeCache) -> None:
+    cache = make_cache(memory_limit=24 * 64 * KIB, max_seq_len=4000, mapper="sync")
+    reqid, other = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({reqid: 600, other: 600})
+    cache.free_reqid(other)
+    with pytest.raises(OutOfPagesError):
+        cache.set_memory_limit(2 * 64 * KIB)
+    assert cache.stats().memory_limit_bytes == 24 * 64 * KIB
+    cache.set_memory_limit(8 * 64 * KIB)
+    assert cache.stats().created_bytes <= 8 * 64 * KIB
+    assert cache.step({reqid: 2000}) is False
+    cache.set_memory_limit(24 * 64 * KIB)
+    assert cache.step({reqid: 2000})
+
+
+def test_guard_rows_are_writable(make_cache: MakeCache) -> None:
+    cache = make_cache(guard_tokens=50, max_seq_len=400, page_bytes=4096)
+    reqid = cache.alloc_reqid()
+    for length in (1, 9, 400):
+        assert cache.step({reqid: length})
+        k = cache.k(2)
+        k.as_strided(
+            (50, 2, 16), k.stride()[1:], k.storage_offset() + reqid * k.stride(0) + length * k.stride(1)
+        ).fill_(1)
+
+
+def test_two_caches_keep_their_own_options(make_cache: MakeCache) -> None:
+    one = make_cache(page_bytes=64 * KIB, layout="sliced", memory_limit=4 * MIB)
+    two = make_cache(page_bytes=2 * MIB, layout="per_layer", memory_limit=40 * MIB, dtype=torch.float16)
+    for cache in (one, two):
+        assert cache.step({cache.alloc_reqid(): 3})
+        stamp(cache, 0, 0, 3, 1)
+    one.close()
+    assert_stamped(two, 0, 3, 1)
+    assert (two.stats().page_bytes, two.stats().memory_limit_bytes) == (2 * MIB, 40 * MIB)
+
+
+def test_caches_share_a_pool_and_its_limit(make_cache: MakeCache) -> None:
+    one = make_cache(memory_limit=8 * 64 * KIB, mapper="sync")
+    two = make_cache(pool=one.pool, memory_limit=None, page_bytes=None, mapper="sync")
+    assert one.step({one.alloc_reqid(): 400})
+    assert one.stats().mapped_bytes == 6 * 64 * KIB
+    assert two.step({two.alloc_reqid(): 400}) is False
+    assert two.step({0: 100})
+    two.check_integrity()
+    two.close()
+    assert one.step({0: 400})
+    with pytest.raises(ConfigError, match="page_bytes is 4096"):
+        SlicedKVCache(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            dtype="float32",
+            max_batch_size=1,
+            max_seq_len=9,
+            page_bytes=4096,
+            pool=one.pool,
+        )
+
+
+BAD_CALLS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("alloc_reqid", (-1,), ConfigError, "seq_len is -1"),
+    ("alloc_reqid", (401,), ConfigError, "seq_len is 401"),
+    ("alloc_reqid", (1.0,), ConfigError, "seq_len is 1.0"),
+    ("free_reqid", (1,), StateError, "reqid 1 is not active"),
+    ("free_reqid", (6,), ConfigError, "reqid is 6"),
+    ("free_reqid", (None,), ConfigError, "reqid is None"),
+    ("prefetch", (1, 5), StateError, "reqid 1 is not active"),
+    ("prefetch", (0, 500), ConfigError, "seq_len is 500"),
+    ("step", ({1: 5},), StateError, "reqid 1 is not active"),
+    ("step", ({0: 401},), ConfigError, r"seq_lens\[0\] is 401"),
+    ("step", ([1, 2],), ConfigError, "6 items"),
+    ("step", ([0, 0, 0, 0, 0, 5],), StateError, "reqid 5 is not active"),
+    ("step", ([-1, 0, 0, 0, 0, 0],), ConfigError, r"seq_lens\[0\] is -1"),
+    ("step", (None,), ConfigError, "None"),
+    ("pages_needed", ({0: 401},), ConfigError, "401"),
+    ("can_admit", (401,), ConfigError, "401"),
+    ("set_memory_limit", (0,), ConfigError, "0"),
+    ("set_memory_limit", (1,), ConfigError, "less than one page"),
+    ("k", (3,), ConfigError, "layer is 3"),
+    ("v", (-1,), ConfigError, "layer is -1"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "error", "named"), BAD_CALLS, ids=str)
+def test_bad_calls_change_nothing(
+    make_cache: MakeCache, method: str, arguments: tuple[Any, ...], error: type[Exception], named: str
+) -> None:
+    cache = make_cache(mapper="sync")
+    assert cache.step({cache.alloc_reqid(): 100})
+    before = cache.stats()
+    with pytest.raises(error, match=named):
+        getattr(cache, method)(*arguments)
+    after = cache.stats()
+    assert (after.mapped_bytes, after.created_bytes, after.used_bytes, after.active_slots) == (
+        before.mapped_bytes,
+        before.created_bytes,
+        before.used_bytes,
+        before.active_slots,
+    )
+    assert cache.step({0: 101})
+
+
+def test_slots_run_out(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    assert sorted(cache.alloc_reqid() for _ in range(6)) == list(range(6))
+    assert not cache.can_admit(1)
+    with pytest.raises(OutOfSlotsError, match="max_batch_size"):
+        cache.alloc_reqid()
+
+
+def test_reading_past_what_is_mapped_faults(make_cache: MakeCache) -> None:
+    cache = make_cache(mapper="sync", lookahead_tokens=0)
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: 10})
+    beyond, keys = cache.layout.tokens_backed(1) + 1, cache.k(0)
+    for token, signal_expected in ((9, 0), (beyond, signal.SIGSEGV)):
+        child = os.fork()
+        if child == 0:
+            keys[reqid, token].sum()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal_expected
+
+
+def test_twelve_tebibytes_cost_nothing() -> None:
+    shape = {"num_layers": 60, "num_kv_heads": 4, "head_dim": 128, "dtype": torch.float16}
+    with SlicedKVCache(**shape, max_batch_size=500, max_seq_len=200_000, device="cpu", page_bytes=2 * MIB) as cache:
+        assert cache.layout.plane_bytes * 2 > 11 << 40
+        assert used_bytes(cache) == 0
+        reqids = [cache.alloc_reqid() for _ in range(500)]
+        assert cache.step({reqids[-1]: 3})
+        stamp(cache, reqids[-1], 0, 3, 0)
+        assert_stamped(cache, reqids[-1], 3, 0)
+        cache.check_integrity()
+
+
+def test_views_have_the_promised_shapes_and_safe_reprs(make_cache: MakeCache) -> None:
+    shapes = {"sliced": (6, 400, 3, 2, 16), "interleaved": (6, 400, 3, 2, 2, 16), "per_layer": (6, 400, 2, 16)}
+    for layout, shape in shapes.items():
+        cache = make_cache(layout=layout)
+        assert [plane.shape for plane in cache.kv_tensors] == [shape] * cache.layout.num_planes
+        assert cache.k(1).shape == cache.v(1).shape == (6, 400, 2, 16)
+        assert cache.k(1).stride() == cache.v(1).stride()
+        for shown in (cache, cache.k(0), cache.kv_tensors, cache.stats(), cache.pool):
+            assert repr(shown)
+            assert str(shown)
+
+
+def test_pool_that_is_not_a_multiple_of_the_granularity_is_refused(make_cache: MakeCache) -> None:
+    driver = make_cache().pool.driver
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        PagePool(driver, page_bytes=5000, memory_limit=MIB)
