@@ -105,6 +105,12 @@ def percentiles(values: Sequence[float], *shares: float) -> list[float]:
     return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
 
+def show(row: dict[str, Any]) -> None:
+    """Print one row as soon as it is there."""
+    words = (f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items())
+    print(*words, flush=True)
+
+
 def progress(text: str) -> None:
     """Say what is being measured."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, write_result
+from common import parser, percentiles, progress, show, write_result
 
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.vmm import open_driver
+from slicedkv.vmm.fake import FakeDriver
 
 SHAPES = {"llama-3-8b": (32, 8, 128), "yi-34b-tp2": (60, 4, 128)}
 STEP_S = 0.005
@@ -216,29 +217,36 @@ def all_prompts(device: Device, quick: bool) -> Iterator[Row]:
         yield prompt(device, extent_pages=extent_pages, notice_s=notice_s, warm=warm, tokens=tokens)
 
 
-def step_cost(device: Device, slots: int, growing: int, form: str) -> Row:
-    """Microseconds of `step` with nothing to grow, or with `growing` slots that each cross a page."""
-    row = 2 * 8 * 128 * 2
-    page = max(device_granularity(device), 2 << 20)
-    per_page = page // row
-    rounds = 200 if growing else 3000
-    with device.cache((2, 8, 128), slots, per_page * 4, mapper="sync", lookahead_tokens=0) as cache:
+def step_cost(slots: int, growing: int, form: str) -> Row:
+    """Microseconds of `step` with nothing to grow, or with `growing` slots that each cross a page.
+
+    Over the driver without memory, so that bookkeeping is measured and nothing else.
+    """
+    pool = PagePool(FakeDriver(total_bytes=1 << 44), page_bytes=2 << 20, memory_limit=1 << 43)
+    with SlicedKVCache(
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        max_batch_size=slots,
+        max_seq_len=1 << 15,
+        mapper="sync",
+        lookahead_tokens=0,
+        pool=pool,
+    ) as cache:
         for _ in range(slots):
             cache.alloc_reqid()
         lens = torch.full((slots,), 5)
         cache.step(lens)
         times = []
-        for index in range(rounds):
+        for _ in range(300 if growing else 3000):
+            lens[:growing] += cache.layout.tokens_per_page
             given = lens.numpy() if form == "numpy" else lens
-            if growing and index:
-                for reqid in range(growing):
-                    cache.free_reqid(reqid)
-                cache.trim()
-                for _ in range(growing):
-                    cache.alloc_reqid()
             begun = time.perf_counter()
-            cache.step(given)
+            ok = cache.step(given)
             times.append((time.perf_counter() - begun) * 1e6)
+            if not ok:
+                raise SystemExit("memory ran out")
     p50, p99 = percentiles(times[1:], 0.5, 0.99)
     return {
         "measure": "step",
@@ -250,23 +258,14 @@ def step_cost(device: Device, slots: int, growing: int, form: str) -> Row:
     }
 
 
-def device_granularity(device: Device) -> int:
-    """Smallest page of the device's driver in bytes."""
-    driver = open_driver(device.name)
-    granularity = driver.granularity
-    driver.close()
-    return granularity
-
-
 def all_steps(device: Device, quick: bool) -> Iterator[Row]:
     """Nothing to grow, then k slots that grow."""
     for slots in (256, 4096):
         for form in ("tensor", "numpy"):
             progress(f"step: {slots} slots, {form}")
-            yield step_cost(device, slots, 0, form)
-    for slots in (256, 1024):
-        for growing in (1, 8):
-            yield step_cost(device, slots, growing, "tensor")
+            yield step_cost(slots, 0, form)
+        for growing in (1, 8, 64):
+            yield step_cost(slots, growing, "tensor")
 
 
 @contextmanager
@@ -331,13 +330,7 @@ def main() -> None:
         for name in options.only:
             for row in MEASURES[name](device, options.quick):
                 rows.append(row)
-                print(
-                    " ".join(
-                        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-                        for key, value in row.items()
-                    ),
-                    flush=True,
-                )
+                show(row)
     except KeyboardInterrupt:
         progress("interrupted; writing what is complete")
     print(write_result("mapper", options, rows))

@@ -55,12 +55,11 @@ def load_smollm2(
 
         source: dict[str, Any] = {"gguf_file": _WEIGHTS, "local_files_only": True}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **source)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
     except ImportError as error:
         raise BackendUnavailableError(f"cannot read the SmolLM2 weights: {error}; {_INSTALL}") from error
-    # nn.Module's method: the one of PreTrainedModel hides its signature.
-    torch.nn.Module.to(model, device)
-    return model.eval(), tokenizer
+    torch.nn.Module.to(model, device)  # PreTrainedModel's own `to` hides its signature
+    return model, tokenizer
 
 
 def _weights_folder() -> Path:

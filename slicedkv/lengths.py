@@ -97,6 +97,10 @@ class LengthTable:
         """Slots that want their next page soon."""
         return _indices(self.touched > self.trigger)
 
+    def started(self) -> torch.Tensor:
+        """Indices of the slots whose request has a length."""
+        return self.touched.nonzero().flatten()
+
     def check_range(self, lens: torch.Tensor, max_seq_len: int) -> None:
         """Raise `ConfigError` that names the first length outside ``[0, max_seq_len]``."""
         for slot in _indices((lens < 0) | (lens > max_seq_len))[:1]:

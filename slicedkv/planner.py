@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from statistics import median_low
 from typing import NamedTuple
 
-import torch
-
 from .backing import Growth
 from .growth import Reason, grow_slots
 from .reclaim import next_slot, reclaim_slot, victims
@@ -80,17 +78,15 @@ class Planner:
         """Set for every active slot the length at which its next page is asked for."""
         state, distance = self.state, self.state.config.lookahead_tokens
         state.unscheduled = False
-        slots = torch.tensor(sorted(state.slots.active), dtype=torch.int64)
-        if not slots.numel():
+        if distance == 0 or (distance is None and not self._background):
+            return  # a slot that was just mapped is due at its end, as it should be
+        slots = state.lengths.started()
+        if distance is not None:
+            state.lengths.schedule(slots, distance)
             return
-        if distance is not None or not self._background:
-            state.lengths.schedule(slots, distance or 0)
-            return
-        slots = slots[state.lengths.touched[slots] > 0]
         slack = state.lengths.backed[slots] - state.lengths.touched[slots]
-        state.lengths.schedule(
-            slots, state.pace.distances(slack, state.layout.num_planes, state.layout.tokens_per_page)
-        )
+        layout = state.layout
+        state.lengths.schedule(slots, state.pace.distances(slack, layout.num_planes, layout.tokens_per_page))
 
     # --- proposals, each None when it has nothing to do ------------------------------------------------------------
 

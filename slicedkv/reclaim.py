@@ -78,6 +78,8 @@ def take_back(state: CacheState, need_pages: int, spare: Container[int], *, crea
     def obtainable() -> int:
         return state.pool.free_pages + (state.pool.creatable_pages if creatable is None else creatable)
 
+    if obtainable() >= need_pages:
+        return
     with state.gate.lock:
         candidates = victims(state, spare)
         total = obtainable() + sum(victim.pages for victim in candidates) * state.layout.num_planes
