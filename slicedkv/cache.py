@@ -83,8 +83,9 @@ class SlicedKVCache(Closeable):
         self._mapper = Mapper(planner, background=config.mapper == "background")
         self._stepper = Stepper(self._state, self._mapper)
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
-        self._requests = Requests(self._state, planner, self._mapper, self._zeroer)
+        self._requests = Requests(self._state, planner, self._mapper)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, self._owner_pid)
+        self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
         self._closed = False
 
     # --- what it looks like -----------------------------------------------------------------------------------------
@@ -214,11 +215,11 @@ class SlicedKVCache(Closeable):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def pages_needed(self, seq_lens: SeqLens) -> int:
-        """Pages over all planes that `step(seq_lens)` would still have to map; raises as `step` does."""
+        """Pages over all planes that `step(seq_lens)` would take of `pages_available()`; raises as `step` does."""
         self._check_open()
         lens = parse_seq_lens(seq_lens, self.layout.max_batch_size)
         with self._gate.lock:
-            return sum(pages for _, pages in self._stepper.growths(lens)) * self.layout.num_planes
+            return self._stepper.pages_needed(lens)
 
     def pages_available(self) -> int:
         """Pages over all planes that can be had: free, creatable, and idle, lookahead and eager pages."""
@@ -240,7 +241,7 @@ class SlicedKVCache(Closeable):
         Waits, for a bounded time, for device work of freed requests.
         """
         self._enter()
-        with self._gate.work("trim"):
+        with self._state.work("trim"):
             trim_slots(self._state)
             return self.pool.trim() * self.layout.page_bytes
 
@@ -253,7 +254,7 @@ class SlicedKVCache(Closeable):
             The limit is not positive; active requests hold more. The limit stays as it was.
         """
         self._enter()
-        with self._gate.work("set_memory_limit"):
+        with self._state.work("set_memory_limit"):
             set_memory_limit(self._state, check_int("num_bytes", num_bytes, 1))
 
     def stats(self) -> CacheStats:
@@ -271,7 +272,7 @@ class SlicedKVCache(Closeable):
             An invariant is broken; the message says which.
         """
         self._check_open()
-        with self._gate.work("check_integrity"), self._gate.lock:
+        with self._state.work("check_integrity"), self._gate.lock:
             self._state.check_integrity()
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -284,17 +285,15 @@ class SlicedKVCache(Closeable):
     def close(self) -> None:
         """Unmap everything and give all memory back. Waits for all work of the device. Calling it again does nothing.
 
-        Views that are still held keep their addresses reserved; reading or writing them faults.
-
-        Raises
-        ------
-        StateError, DriverError
-            Something hangs or the driver failed; close may be called again.
+        Views that are still held keep their addresses reserved; reading or writing them faults. When the driver hangs
+        or fails, `StateError` or `DriverError` is raised and `close` may be called again.
         """
         if self._closed:
             return
-        self._check_open()
+        if not self._closing:
+            self._check_open()
+        self._closing = True
         shut_down(self._state, self._mapper)
         self._closed = True
         self._finalizer.detach()
-        del self._views, self._zeroer, self._requests
+        self._views.clear()

@@ -39,8 +39,13 @@ def grow_slots(state: CacheState, growths: tuple[Growth, ...], reason: Reason) -
         counters.extents_mapped += extents
 
 
-def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
+def grow_now(state: CacheState, growths: tuple[Growth, ...], growing: frozenset[int]) -> None:
     """*token* Map pages a step needs now, taking margin and idle pages back where memory is short.
+
+    Parameters
+    ----------
+    growing : frozenset of int
+        Slots whose margin must stay: their requests are growing, some of them into it.
 
     Raises
     ------
@@ -50,12 +55,11 @@ def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
         The driver failed for another reason than memory.
     """
     need = sum(pages for _, pages in growths) * state.layout.num_planes
-    spare = {slot for slot, _ in growths}
-    take_back(state, need, spare)
+    take_back(state, need, growing)
     try:
         grow_slots(state, growths, "growth")
     except OutOfPagesError:
         # The device holds less than the limit promises: count on what it says it has, and take back the rest.
         on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
-        take_back(state, need, spare, creatable=min(on_device, state.pool.creatable_pages))
+        take_back(state, need, growing, creatable=min(on_device, state.pool.creatable_pages))
         grow_slots(state, growths, "growth")

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from types import TracebackType
@@ -27,12 +29,17 @@ _HOST_PAGE_BYTES = 2 << 20
 _DEFAULT_FRACTION = {"cuda": 0.9}
 
 
+_opened: weakref.WeakSet[Closeable] = weakref.WeakSet()
+
+
 class Closeable(ABC):
     """A public object that is closed once, belongs to the process that opened it, and is a context manager."""
 
     def __init__(self) -> None:
         self._owner_pid = os.getpid()
         self._closed = True  # until all of it is open
+        self._closing = False
+        _opened.add(self)
 
     @property
     def closed(self) -> bool:
@@ -44,6 +51,8 @@ class Closeable(ABC):
             raise StateError(f"this cache belongs to process {self._owner_pid}; a forked child must open its own")
         if self._closed:
             raise StateError("the cache is closed; open a new one")
+        if self._closing:
+            raise StateError("the cache is being closed; if that failed, call close() again")
 
     @abstractmethod
     def close(self) -> None:
@@ -92,7 +101,7 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
         The addresses could not be reserved.
     """
     owned = pool is None
-    pool = pool or open_pool(config)
+    pool = open_pool(config) if pool is None else pool
     try:
         _check_pool(config, pool, owned=owned)
         layout = config.kv_layout(pool.page_bytes)
@@ -101,13 +110,15 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
         if owned:
             pool.driver.close()
         raise
-    slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size)
+    slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
     return CacheState(config, layout, pool, backing, slots, lengths, owns_pool=owned)
 
 
 def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
     if owned:
         return
+    if not isinstance(pool, PagePool):
+        raise ConfigError(f"pool is {pool!r}; it must be a PagePool")
     if config.memory_limit is not None:
         raise ConfigError(f"memory_limit is {config.memory_limit!r}, but the shared pool has a limit; leave it out")
     if config.page_bytes not in {None, pool.page_bytes}:
@@ -124,15 +135,30 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
     """
     mapper.stop()
     with state.gate.work("close"):
+        if state.closed:
+            return
+        with state.gate.lock:
+            state.lengths.reset_all()  # a step that is already past its checks must not find anything mapped
         state.pool.driver.synchronize()
         state.backing.unmap_all()
         if state.owns_pool:
             state.pool.trim()
             state.pool.driver.close()
+        state.closed = True
 
 
 def abandon(state: CacheState, mapper: Mapper, owner_pid: int) -> None:
-    """Shut down for a cache that was dropped, or at interpreter exit: nobody is there to handle an error."""
+    """Shut down for a cache that was dropped, on another thread.
+
+    The collector calls this anywhere, also on a thread that holds the gate's lock or token: nothing may wait here.
+    """
     if os.getpid() == owner_pid:
+        mapper.finish_elsewhere(lambda: shut_down(state, mapper))
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open when the interpreter exits: nobody is there to handle an error."""
+    for opened in list(_opened):
         with suppress(Exception):
-            shut_down(state, mapper)
+            opened.close()

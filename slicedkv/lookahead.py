@@ -13,7 +13,7 @@ import torch
 __all__ = ["Pace", "latest_start"]
 
 _MAX_INTERVAL_S = 0.5
-_LATENCY_DECAY = 0.98
+_LATENCY_DECAY = 0.9
 
 
 def latest_start(slack_steps: torch.Tensor, work_steps: float) -> torch.Tensor:

@@ -7,8 +7,11 @@ A failure is kept for the next foreground call, which raises it; the thread goes
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from .errors import OutOfPagesError, StateError
 from .planner import Planner, Work
@@ -17,6 +20,7 @@ __all__ = ["Mapper"]
 
 _FENCE_POLL_S = 0.002
 _JOIN_TIMEOUT_S = 4.0
+_FINISH_TRIES = 5
 
 
 class Mapper:
@@ -38,15 +42,17 @@ class Mapper:
         self._news = False
         self._stopped = False
         self._asked_at: float | None = None
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
+        self._failed = False
 
     # --- foreground -----------------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Say that there may be work. Lock held; never blocks."""
-        if self._asked_at is None:
+    def wake(self, *, due: bool = False) -> None:
+        """Say that there may be work; with `due` the mapper is timed from now on. Lock held; never waits."""
+        if due and self._asked_at is None:
             self._asked_at = time.perf_counter()
         self._news = True
+        self._failed = False
         if not self.background or self._stopped:
             return
         if self._thread is None:
@@ -58,12 +64,15 @@ class Mapper:
         """Do all work now when there is no thread for it. Takes the token; failures are kept like the thread's."""
         if self.background or not self._news:
             return
-        with self._gate.work("background work on the calling thread"):
-            while True:
-                with self._gate.lock:
-                    work = self._plan()
-                if work is None or not self._execute(work):
-                    return
+        try:
+            with self._state.work("background work on the calling thread"):
+                while True:
+                    with self._gate.lock:
+                        work = self._plan()
+                    if work is None or not self._execute(work):
+                        return
+        except StateError:
+            self._news = True  # somebody else is long at it; this work can wait for the next call
 
     def raise_failure(self) -> None:
         """Raise, once, what went wrong in the background since the last call."""
@@ -90,13 +99,26 @@ class Mapper:
         if thread.is_alive():
             raise StateError(f"the mapper did not end within {_JOIN_TIMEOUT_S:g} s; a driver call hangs")
 
+    def finish_elsewhere(self, finish: Callable[[], None]) -> None:
+        """Run `finish` on a thread of its own, without waiting and without taking a lock; failures are tried again."""
+
+        def run() -> None:
+            for _ in range(_FINISH_TRIES):
+                with suppress(Exception):
+                    finish()
+                    return
+
+        # threading.Thread takes locks of its own, which the thread that collects may hold.
+        with suppress(RuntimeError):  # the interpreter is at its end, and so is all memory
+            _thread.start_new_thread(run, ())
+
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._state.pool.driver.bind_thread()
         except Exception as error:
-            self._failure = error
+            self._keep(error)
         while True:
             work = self._wait_for_work()
             if work is None:
@@ -116,8 +138,9 @@ class Mapper:
                     if work is not None:
                         return work
                     self._gate.release_claim()
-                lock.wait(_FENCE_POLL_S if self._planner.awaits_device else None)
-                self._news |= self._planner.awaits_device
+                waiting = not self._failed and self._planner.awaits_device()
+                lock.wait(_FENCE_POLL_S if waiting else None)
+                self._news |= waiting
         return None
 
     def _plan(self) -> Work | None:
@@ -127,10 +150,15 @@ class Mapper:
         try:
             work = self._planner.next()
         except Exception as error:
-            self._failure = error
+            self._keep(error)
         if work is None:
             self._asked_at = None
         return work
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the first failure for the foreground, and do nothing more until the foreground has news."""
+        self._failure = self._failure or error
+        self._failed = True
 
     def _execute(self, work: Work) -> bool:
         """Do one batch; False when it failed. Work that fails is not tried again before there is news."""
@@ -138,11 +166,12 @@ class Mapper:
             seconds = self._planner.execute(work)
         except OutOfPagesError:
             return False  # the device has less than the limit: what was to be mapped ahead is mapped at need
-        except BaseException as error:
-            self._failure = error
+        except Exception as error:
+            self._keep(error)
             return False
         with self._gate.lock:
             self._news = True  # there may be more
+            self._failed = False
             if self.background:
                 self._state.counters.hidden_map_us += seconds * 1e6
             else:

@@ -67,6 +67,7 @@ class PagePool:
         self._free = Handles([], [])
         self._references: dict[int, int] = {}
         self._created_pages = 0
+        self._mapped_pages = 0
         self._owners: WeakSet[HandleOwner] = WeakSet()
         self._limit_pages = self.pages_in_limit(memory_limit)
 
@@ -102,7 +103,7 @@ class PagePool:
 
     @property
     def ready_pages(self) -> int:
-        """Free handles of one page: what can be mapped without creating anything."""
+        """Free handles of one page."""
         return len(self._free.pages)
 
     @property
@@ -137,9 +138,9 @@ class PagePool:
             The driver failed for another reason than memory.
         """
         taken, surplus, missing = self._pick(pages, extents)
-        self._release(surplus)
         created = Handles([], [])
         try:
+            self._release(surplus)
             created.extents.extend(self._create(missing.extents, self.extent_pages))
             created.pages.extend(self._create(missing.pages, 1))
         except BaseException as error:
@@ -160,6 +161,7 @@ class PagePool:
         taken.extents.extend(created.extents)
         with self.gate.lock:
             self._references.update(dict.fromkeys(taken.pages + taken.extents, 1))
+            self._mapped_pages += pages + extents * self.extent_pages
         return taken
 
     def _pick(self, pages: int, extents: int) -> tuple[Handles, Handles, _Count]:
@@ -206,10 +208,8 @@ class PagePool:
     def give_back(self, handles: Handles) -> int:
         """Count one mapping less of each handle and free those without; return the pages freed. Lock held."""
         freed = 0
-        for group, free, size in (
-            (handles.pages, self._free.pages, 1),
-            (handles.extents, self._free.extents, self.extent_pages),
-        ):
+        sizes = (1, self.extent_pages)
+        for group, free, size in zip(handles, self._free, sizes, strict=True):
             for handle in group:
                 left = self._references[handle] - 1
                 if left:
@@ -218,6 +218,7 @@ class PagePool:
                     del self._references[handle]
                     free.append(handle)
                     freed += size
+        self._mapped_pages -= freed
         return freed
 
     # --- giving memory back to the device -----------------------------------------------------------------------
@@ -226,10 +227,9 @@ class PagePool:
         """*token* Release free handles until at most `keep_pages` pages are free; return the pages released."""
         with self.gate.lock:
             surplus = max(0, self.free_pages - keep_pages)
-            extents = _pop(self._free.extents, -(-surplus // self.extent_pages))
-            pages = _pop(self._free.pages, surplus - len(extents) * self.extent_pages)
-        released = Handles(pages, extents)
-        self._release(released)
+            pages = _pop(self._free.pages, surplus)
+            extents = _pop(self._free.extents, -(-(surplus - len(pages)) // self.extent_pages))
+        self._release(Handles(pages, extents))
         return len(pages) + len(extents) * self.extent_pages
 
     def set_memory_limit(self, memory_limit: int) -> None:
@@ -241,7 +241,7 @@ class PagePool:
             More is mapped than the new limit holds; nothing was changed.
         """
         limit = self.pages_in_limit(memory_limit)
-        mapped = self._created_pages - self.free_pages
+        mapped = self._mapped_pages
         if mapped > limit:
             raise OutOfPagesError(
                 f"memory_limit of {memory_limit} bytes holds {limit} pages, but {mapped} pages are mapped; free "
@@ -256,8 +256,6 @@ class PagePool:
     def _release(self, handles: Handles) -> None:
         """Release handles that are in no list any more. A handle the driver refuses to release is gone for us too."""
         count = len(handles.pages) + len(handles.extents) * self.extent_pages
-        if not count:
-            return
         with self.gate.lock:
             self._created_pages -= count
         self.driver.release_batch(handles.pages + handles.extents)
@@ -281,6 +279,10 @@ class PagePool:
         free = self._free.pages + self._free.extents
         if len(set(free)) != len(free) or not self._references.keys().isdisjoint(free):
             raise StateError("a handle is free twice, or free and mapped")
+        if self._created_pages != self.free_pages + self._mapped_pages:
+            raise StateError(
+                f"{self._created_pages} pages created, but {self.free_pages} are free and {self._mapped_pages} mapped"
+            )
         if self._created_pages > self._limit_pages:
             raise StateError(f"{self._created_pages} pages created, over the limit of {self._limit_pages}")
 

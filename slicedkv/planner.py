@@ -132,20 +132,28 @@ class Planner:
         return Work("stock", amount=amount) if amount > 0 else None
 
     def _reclaim(self) -> Work | None:
+        return self._take_idle() if self._memory_is_low() else None
+
+    def _memory_is_low(self) -> bool:
         pool = self.state.pool
-        low = self.state.config.reclaim_watermark * pool.memory_limit / pool.page_bytes
-        return self._take_idle() if pool.available_pages < low else None
+        return pool.available_pages * pool.page_bytes < self.state.config.reclaim_watermark * pool.memory_limit
 
     def _take_idle(self) -> Work | None:
         """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
-        spared = next_slot(self.state)
-        for victim in victims(self.state):
-            if self.state.slots.is_active(victim.slot) or victim.slot == spared:
-                continue
-            fence = self.state.slots.fence(victim.slot)
-            if fence is None or self.state.pool.driver.fence_done(fence):
-                return Work("reclaim", amount=victim.slot)
+        for slot in self._idle_victims():
+            if self._device_is_done_with(slot):
+                return Work("reclaim", amount=slot)
         return None
+
+    def _idle_victims(self) -> list[int]:
+        """Idle slots with pages to take, the largest first, without the one that is handed out next."""
+        spared = next_slot(self.state)
+        found = (victim.slot for victim in victims(self.state) if not self.state.slots.is_active(victim.slot))
+        return [slot for slot in found if slot != spared]
+
+    def _device_is_done_with(self, slot: int) -> bool:
+        fence = self.state.slots.fence(slot)
+        return fence is None or self.state.pool.driver.fence_done(fence)
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
         """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
@@ -155,15 +163,9 @@ class Planner:
     def _affordable(self) -> int:
         return self.state.pool.available_pages // self.state.layout.num_planes
 
-    @property
     def awaits_device(self) -> bool:
         """True when memory is short and idle pages only wait for device work to end. Lock held."""
-        pool = self.state.pool
-        low = self.state.config.reclaim_watermark * pool.memory_limit / pool.page_bytes
-        return pool.available_pages < low and any(
-            self.state.backing.mapped(slot) and self.state.slots.fence(slot) is not None
-            for slot in self.state.slots.idle
-        )
+        return self._memory_is_low() and not all(map(self._device_is_done_with, self._idle_victims()))
 
 
 def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: int) -> Iterator[Growth]:

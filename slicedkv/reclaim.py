@@ -19,10 +19,9 @@ _FENCE_TIMEOUT_S = 4.0
 
 
 class Victim(NamedTuple):
-    """A slot whose pages per plane beyond `keep` may go; `pages` of them actually can, whole handles only."""
+    """A slot and the pages per plane that can be taken from it."""
 
     slot: int
-    keep: int
     pages: int
 
 
@@ -36,16 +35,12 @@ def victims(state: CacheState, spare: Container[int] = ()) -> list[Victim]:
     coming = next_slot(state)
     ranked: list[tuple[tuple[int, int], Victim]] = []
     for slot in state.slots.active | state.slots.idle:
-        mapped = state.backing.mapped(slot)
-        if not mapped or slot in spare:
+        if slot in spare:
             continue
-        if state.slots.is_active(slot):
-            rank, keep = 0, state.keep_pages(slot)
-        else:
-            rank, keep = (1 if slot in state.eager else 2 + (slot == coming)), 0
-        pages = state.backing.shrinkable(slot, keep) if mapped > keep else 0
-        if pages:
-            ranked.append(((rank, -pages), Victim(slot, keep, pages)))
+        idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
+        rank = 0 if state.slots.is_active(slot) else idle_rank
+        if pages := state.spare_pages(slot):
+            ranked.append(((rank, -pages), Victim(slot, pages)))
     return [victim for _, victim in sorted(ranked)]
 
 
@@ -121,9 +116,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
         if fence is not None and not driver.fence_done(fence):
             return 0
         state.slots.clear_fences((slot,))
-        cut = state.backing.detach(slot, state.keep_pages(slot))
-        state.eager.pop(slot, None)
-        state.note_mapped(slot)
+        cut = state.strike(slot)
     if cut is None:
         return 0
     try:
@@ -131,10 +124,11 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
     except Exception as error:
         with state.gate.lock:
             if isinstance(error, StateError):
-                state.slots.lose(slot)
+                state.lose(slot)
             state.note_mapped(slot)
         raise
-    state.counters.pages_reclaimed += (cut.end_page - cut.first_page) * state.layout.num_planes
+    with state.gate.lock:
+        state.counters.pages_reclaimed += (cut.end_page - cut.first_page) * state.layout.num_planes
     return freed
 
 

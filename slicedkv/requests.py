@@ -8,7 +8,6 @@ from __future__ import annotations
 from .mapper import Mapper
 from .planner import Planner
 from .state import CacheState
-from .zeroing import Zeroer
 
 __all__ = ["Requests"]
 
@@ -21,33 +20,31 @@ class Requests:
     state : CacheState
     planner : Planner
     mapper : Mapper
-    zeroer : Zeroer or None
     """
 
-    def __init__(self, state: CacheState, planner: Planner, mapper: Mapper, zeroer: Zeroer | None) -> None:
+    def __init__(self, state: CacheState, planner: Planner, mapper: Mapper) -> None:
         self._state = state
         self._planner = planner
         self._mapper = mapper
-        self._zeroer = zeroer
 
     def begin(self, seq_len: int) -> int:
         """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`."""
         state = self._state
         pages = state.layout.pages_for(seq_len)
         with state.gate.lock:
-            slot = state.slots.activate(state.slots.best_fit(max(1, pages), state.backing.mapped))
-            fence = state.slots.fence(slot)
+            found = state.slots.best_fit(max(1, pages), state.backing.mapped)
+            fence = None if found is None else state.slots.fence(found)
+            if fence is not None:
+                state.pool.driver.order_after(fence)
+            slot = state.slots.activate(found)
             state.eager.pop(slot, None)
             state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
             state.note_mapped(slot)
-            if self._zeroer is not None:
-                self._zeroer.forget(slot)
+            state.clean_pages[slot] = 0
             if seq_len:
                 state.wanted[slot] = pages
                 self._planner.note_prompt(seq_len)
             self._mapper.wake()
-        if fence is not None:
-            state.pool.driver.order_after(fence)
         return slot
 
     def want(self, slot: int, seq_len: int) -> None:

@@ -6,9 +6,11 @@ see. Everything is read and changed with the gate's lock held unless a docstring
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .backing import Backing
+from .backing import Backing, Cut
 from .config import CacheConfig
 from .errors import StateError
 from .gate import Gate
@@ -36,6 +38,10 @@ class CacheState:
         Pages per plane mapped for a request that is not here yet, by idle slot.
     unscheduled : bool
         Slots or mappings changed since lookahead was last scheduled.
+    clean_pages : list of int
+        Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
+    closed : bool
+        Everything was given back.
     """
 
     config: CacheConfig
@@ -50,6 +56,11 @@ class CacheState:
     wanted: dict[int, int] = field(default_factory=dict)
     eager: dict[int, int] = field(default_factory=dict)
     unscheduled: bool = False
+    clean_pages: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.clean_pages = [0] * self.layout.max_batch_size
 
     @property
     def gate(self) -> Gate:
@@ -62,11 +73,44 @@ class CacheState:
             return 0
         return max(self.layout.pages_for(int(self.lengths.touched[slot])), self.wanted.get(slot, 0))
 
+    def spare_pages(self, slot: int) -> int:
+        """Pages per plane beyond `keep_pages` that can be unmapped, whole handles only."""
+        keep = self.keep_pages(slot)
+        return self.backing.shrinkable(slot, keep) if self.backing.mapped(slot) > keep else 0
+
+    def strike(self, slot: int) -> Cut | None:
+        """Strike what a slot can spare off all books; `Backing.unmap` must follow, then `note_mapped` if it fails."""
+        cut = self.backing.detach(slot, self.keep_pages(slot))
+        self.clean_pages[slot] = min(self.clean_pages[slot], self.backing.mapped(slot))
+        self.eager.pop(slot, None)
+        self.note_mapped(slot)
+        return cut
+
+    def lose(self, slot: int) -> None:
+        """Take a slot out of use, and its request with it: what is mapped there is unknown."""
+        self.slots.lose(slot)
+        self.lengths.reset(slot)
+        self.wanted.pop(slot, None)
+        self.eager.pop(slot, None)
+
+    @contextmanager
+    def work(self, purpose: str) -> Iterator[None]:
+        """Hold the work token for a foreground call, unless the cache was closed before it came free.
+
+        Raises
+        ------
+        StateError
+            See `Gate.work`; or the cache is closed.
+        """
+        with self.gate.work(purpose):
+            if self.closed:
+                raise StateError("the cache was closed by another thread")
+            yield
+
     def note_mapped(self, slot: int) -> None:
         """Bring the vectors in line with what is mapped for a slot."""
         if self.slots.is_active(slot):
-            backed = self.layout.tokens_backed(self.backing.mapped(slot))
-            self.lengths.set_backed(slot, backed, full=backed >= self.layout.max_seq_len)
+            self.lengths.set_backed(slot, self.layout.tokens_backed(self.backing.mapped(slot)))
             self.unscheduled = True
 
     def snapshot(self) -> CacheStats:

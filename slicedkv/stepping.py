@@ -48,7 +48,7 @@ class Stepper:
                 state.counters.last_step = _QUIET
                 return True
             if not self.growths(lens):
-                self._settle(lens, _QUIET)
+                self._settle(lens, _QUIET, due=True)
                 return True
         return self._step_with_growth(lens, started)
 
@@ -61,29 +61,37 @@ class Stepper:
             A length is out of range, or given for a slot that is not active.
         """
         state = self._state
-        state.lengths.check_range(lens, state.layout.max_seq_len)
+        state.lengths.check_range(lens)
         growths = []
         for slot in state.lengths.beyond_backed(lens):
             state.slots.require_active(slot)
             growths.append(Growth(slot, state.layout.pages_for(int(lens[slot])) - state.backing.mapped(slot)))
         return tuple(growths)
 
-    def _settle(self, lens: torch.Tensor, record: StepRecord) -> None:
+    def pages_needed(self, lens: torch.Tensor) -> int:
+        """Pages over all planes that a step would take of what is available; see `SlicedKVCache`. Lock held."""
+        grown = sum(pages for _, pages in self.growths(lens))
+        # What is available counts the margin of the requests that grow too, which they would use or keep.
+        margin = sum(map(self._state.spare_pages, self._state.lengths.beyond_touched(lens)))
+        return (grown + margin) * self._state.layout.num_planes
+
+    def _settle(self, lens: torch.Tensor, record: StepRecord, *, due: bool = False) -> None:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
         self._state.lengths.advance(lens)
         self._state.counters.last_step = record
-        self._mapper.wake()
+        self._mapper.wake(due=due)
 
     def _step_with_growth(self, lens: torch.Tensor, started: float) -> bool:
         """Map what is missing on the calling thread; count it as a stall."""
         state = self._state
-        with state.gate.work("step"):
+        with state.work("step"):
             with state.gate.lock:
                 growths = self.growths(lens)
+                growing = frozenset(state.lengths.beyond_touched(lens))
             begun = time.perf_counter()
             try:
                 if growths:
-                    grow_now(state, growths)
+                    grow_now(state, growths, growing)
                 ok = True
             except OutOfPagesError:
                 ok = False

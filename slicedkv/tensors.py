@@ -56,7 +56,7 @@ class LayerView(torch.Tensor):
     # As torch.nn.Parameter does.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"LayerView(shape={tuple(self.shape)}, strides={self.stride()}, dtype={self.dtype}, device={self.device}, "
             "values not shown: rows may have no memory behind them)"

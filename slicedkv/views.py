@@ -32,12 +32,17 @@ class KVViews:
 
     def __init__(self, backing: Backing, dtype: torch.dtype) -> None:
         layout, torch_device = backing.layout, backing.pool.driver.torch_device
-        self.raw_bytes = tuple(tensor_at(r.address, r.num_bytes, torch_device, r) for r in backing.reservations)
-        flat = [raw.view(dtype) for raw in self.raw_bytes]
-        self.planes = tuple(_plane(layout, elements) for elements in flat)
-        self.keys, self.values = (
-            tuple(_slice(layout, flat, layer, which) for layer in range(layout.num_layers)) for which in (K, V)
+        self.raw_bytes: tuple[torch.Tensor, ...] = tuple(
+            tensor_at(r.address, r.num_bytes, torch_device, r) for r in backing.reservations
         )
+        flat = [raw.view(dtype) for raw in self.raw_bytes]
+        self.planes: tuple[torch.Tensor, ...] = tuple(_plane(layout, elements) for elements in flat)
+        self.keys: tuple[torch.Tensor, ...] = _slices(layout, flat, K)
+        self.values: tuple[torch.Tensor, ...] = _slices(layout, flat, V)
+
+    def clear(self) -> None:
+        """Let go of all views, so that their addresses are freed when the last one elsewhere is gone."""
+        self.raw_bytes = self.planes = self.keys = self.values = ()
 
     def page_bytes_of(self, layout: KVLayout, slot: int, first_page: int, end_page: int) -> list[torch.Tensor]:
         """Bytes of pages ``[first_page, end_page)`` of a slot, one tensor a plane."""
@@ -55,7 +60,9 @@ def _plane(layout: KVLayout, elements: torch.Tensor) -> torch.Tensor:
     return elements.as_strided(shape, strides[::-1]).as_subclass(LayerView)
 
 
-def _slice(layout: KVLayout, flat: Sequence[torch.Tensor], layer: int, which: int) -> torch.Tensor:
-    geometry = layout.slice_geometry(layer, which)
+def _slices(layout: KVLayout, flat: Sequence[torch.Tensor], which: int) -> tuple[torch.Tensor, ...]:
     shape = (layout.max_batch_size, layout.max_seq_len, layout.num_kv_heads, layout.head_dim)
-    return flat[geometry.plane].as_strided(shape, geometry.strides, geometry.offset).as_subclass(LayerView)
+    places = (layout.slice_geometry(layer, which) for layer in range(layout.num_layers))
+    return tuple(
+        flat[place.plane].as_strided(shape, place.strides, place.offset).as_subclass(LayerView) for place in places
+    )

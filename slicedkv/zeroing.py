@@ -25,30 +25,28 @@ class Zeroer:
     def __init__(self, state: CacheState, views: KVViews) -> None:
         self._state = state
         self._views = views
-        self._clean = [0] * state.layout.max_batch_size
-
-    def forget(self, slot: int) -> None:
-        """Call everything behind `slot` dirty: it has a new request. Lock held."""
-        self._clean[slot] = 0
 
     def run(self) -> None:
-        """Queue zeroing of all dirty pages of active slots on the current stream. Takes the work token.
+        """Queue zeroing of all dirty pages of active slots on the current stream.
 
-        The token keeps the mapper from unmapping margin pages while they are being zeroed.
+        Holds the work token, so that the mapper does not unmap margin pages while they are being zeroed.
         """
         state = self._state
-        with state.gate.work("zero_on_reuse"):
+        with state.gate.lock:
+            if not self._dirty():
+                return
+        with state.work("zero_on_reuse"):
             with state.gate.lock:
-                dirty = [(slot, state.backing.mapped(slot)) for slot in state.slots.active]
-            for slot, mapped in dirty:
-                first, self._clean[slot] = min(self._clean[slot], mapped), mapped
-                if first == mapped:
-                    continue
-                for pages in self._views.page_bytes_of(state.layout, slot, first, mapped):
+                dirty = self._dirty()
+            for slot, first, end in dirty:
+                for pages in self._views.page_bytes_of(state.layout, slot, first, end):
                     pages.zero_()
                 with state.gate.lock:
+                    state.clean_pages[slot] = end
                     state.slots.set_fence(slot, state.pool.driver.record_fence())
 
-    def is_needed(self) -> bool:
-        """True when an active slot has pages that were not zeroed. Lock held."""
-        return any(self._clean[slot] != self._state.backing.mapped(slot) for slot in self._state.slots.active)
+    def _dirty(self) -> list[tuple[int, int, int]]:
+        """Slots and the pages ``[first, end)`` of each that an active request could see something old in. Lock held."""
+        state = self._state
+        spans = ((slot, state.clean_pages[slot], state.backing.mapped(slot)) for slot in state.slots.active)
+        return [(slot, first, end) for slot, first, end in spans if first < end]

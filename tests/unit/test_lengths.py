@@ -56,8 +56,8 @@ def test_wrong_forms_are_named(form: Any, named: str) -> None:
 
 
 def test_quiet_until_a_trigger_is_passed() -> None:
-    table = LengthTable(3)
-    table.set_backed(1, 10, full=False)
+    table = LengthTable(3, 100)
+    table.set_backed(1, 10)
     table.schedule(torch.tensor([1]), 2)
     assert table.is_quiet(torch.tensor([0, 8, 0]))
     assert not table.is_quiet(torch.tensor([0, 9, 0]))
@@ -67,7 +67,7 @@ def test_quiet_until_a_trigger_is_passed() -> None:
 
 
 def test_touched_is_the_longest_length() -> None:
-    table = LengthTable(2)
+    table = LengthTable(2, 100)
     for lens in ([5, 0], [3, 1], [0, 2]):
         table.advance(torch.tensor(lens))
     assert table.touched.tolist() == [5, 2]
@@ -76,19 +76,20 @@ def test_touched_is_the_longest_length() -> None:
 
 
 def test_a_full_slot_never_triggers() -> None:
-    table = LengthTable(1)
-    table.set_backed(0, 10, full=True)
+    table = LengthTable(1, 10)
+    table.set_backed(0, 10)
     table.schedule(torch.tensor([0]), 5)
     assert table.is_quiet(torch.tensor([10]))
+    assert not table.is_quiet(torch.tensor([11])), "a length that can never be must stand out"
 
 
 def test_range_names_the_first_offender() -> None:
     with pytest.raises(ConfigError, match=r"seq_lens\[1\] is 9.*max_seq_len = 8"):
-        LengthTable(3).check_range(torch.tensor([8, 9, -1]), 8)
+        LengthTable(3, 8).check_range(torch.tensor([8, 9, -1]))
 
 
 def test_parsing_does_not_keep_the_callers_memory() -> None:
-    table, lens = LengthTable(2), torch.tensor([4, 5])
+    table, lens = LengthTable(2, 100), torch.tensor([4, 5])
     table.advance(parse_seq_lens(lens, 2))
     lens.fill_(99)
     assert table.touched.tolist() == [4, 5]

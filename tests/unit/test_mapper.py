@@ -275,3 +275,17 @@ def test_fences_of_the_mapper_thread_are_bound(open_cache: Open) -> None:
     settle(cache)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     assert {names[ident] for ident in fake.bound_threads} == {"slicedkv-mapper"}
+
+
+def test_a_request_that_grows_into_its_margin_keeps_it(open_cache: Open) -> None:
+    cache, _, _ = open_cache(limit_pages=8, mapper="sync", lookahead_tokens=TOKENS, reclaim_watermark=0.0)
+    one, two = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({one: TOKENS, two: 1})
+    assert (mapped(cache, one), mapped(cache, two)) == (2, 2)
+    lens = {one: TOKENS + 1, two: 3 * TOKENS}
+    assert cache.pages_needed(lens) > cache.pages_available()
+    assert cache.step(lens) is False, "8 pages are mapped; one's margin is no longer to be had"
+    lens = {one: TOKENS, two: 3 * TOKENS}
+    assert cache.pages_needed(lens) <= cache.pages_available()
+    assert cache.step(lens)
+    cache.check_integrity()

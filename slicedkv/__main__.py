@@ -1,0 +1,10 @@
+"""Makes ``python -m slicedkv`` the same as the command ``slicedkv``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""`zero_on_reuse`: no request sees a byte of another, not even past its own length (B11, invariant 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slicedkv import PagePool, SlicedKVCache
+from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+
+PAGE = 64 << 10
+
+
+def planes(cache: SlicedKVCache, reqid: int, pages: int | None = None) -> list[torch.Tensor]:
+    """Bytes of a request's first `pages` pages, by default of all that are mapped, one tensor a plane."""
+    end = cache._state.backing.mapped(reqid) if pages is None else pages
+    return cache._views.page_bytes_of(cache.layout, reqid, 0, end)
+
+
+@pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
+@pytest.mark.parametrize("mapper", ["sync", "background"])
+def test_reused_pages_are_zero(make_cache: Callable[..., SlicedKVCache], layout: str, mapper: str) -> None:
+    cache = make_cache(zero_on_reuse=True, layout=layout, mapper=mapper, memory_limit=24 * PAGE, max_seq_len=1200)
+    for round_ in range(6):
+        reqids = [cache.alloc_reqid() for _ in range(3)]
+        for length in (1, 200, 201):
+            assert cache.step(dict.fromkeys(reqids[: 1 + round_ % 3], length))
+            for reqid in reqids[: 1 + round_ % 3]:
+                # In the background the mapper may map more after the step; the next step zeroes that.
+                pages = None if mapper == "sync" else cache.layout.pages_for(length)
+                assert not any(bool(plane.any()) for plane in planes(cache, reqid, pages))
+        for reqid in reqids[: 1 + round_ % 3]:
+            for plane in planes(cache, reqid):
+                plane.fill_(255)
+        for reqid in reqids:
+            cache.free_reqid(reqid)
+
+
+def test_what_a_request_wrote_is_not_zeroed_by_later_steps(make_cache: Callable[..., SlicedKVCache]) -> None:
+    cache = make_cache(zero_on_reuse=True, mapper="sync")
+    reqid = cache.alloc_reqid()
+    for length in range(1, 400):
+        assert cache.step({reqid: length})
+        cache.k(1)[reqid, length - 1] = length
+    assert torch.equal(cache.k(1)[reqid, :399, 0, 0], torch.arange(1, 400, dtype=torch.float32))
+
+
+def test_without_it_nothing_is_zeroed(make_cache: Callable[..., SlicedKVCache]) -> None:
+    cache = make_cache(mapper="sync")
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 5})
+    cache.k(0)[reqid, :5] = 7
+    cache.free_reqid(reqid)
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 5})
+    assert bool((cache.k(0)[reqid, :5] == 7).all())
+
+
+def test_pages_being_zeroed_are_not_unmapped() -> None:
+    fake = FakeDriver(PAGE)
+    driver = FaultyDriver(fake)
+    pool = PagePool(driver, page_bytes=PAGE, memory_limit=100 * PAGE)
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "max_batch_size": 2, "max_seq_len": 4096}
+    with SlicedKVCache(**shape, dtype="float16", pool=pool, mapper="sync", zero_on_reuse=True) as cache:
+        reqid = cache.alloc_reqid()
+        fake.hold_fences = True
+        assert cache.step({reqid: 100})
+        (fence,) = fake.fences
+        assert cache._state.slots.fence(reqid) is fence
+        fake.finish_fences()
+        cache.check_integrity()
