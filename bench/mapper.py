@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,66 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, percentiles, progress, show, write_result
+from spin import SHAPES, STEP_S, Device, busy_until
 
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.vmm import open_driver
 from slicedkv.vmm.fake import FakeDriver
 
-SHAPES = {"llama-3-8b": (32, 8, 128), "yi-34b-tp2": (60, 4, 128)}
-STEP_S = 0.005
 Row = dict[str, Any]
-
-
-class Device:
-    """What differs between a GPU and the host: the stand-in for a model's step, and how much memory to use."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_cuda = name != "cpu"
-        self.limit = int(110e9) if self.is_cuda else int(4e9)
-        self._cycles = self._calibrate() if self.is_cuda else 0
-
-    def _calibrate(self) -> int:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        torch.cuda._sleep(20_000_000)
-        end.record()
-        end.synchronize()
-        return int(20_000_000 * STEP_S * 1e3 / start.elapsed_time(end))
-
-    def launch(self) -> Callable[[], None]:
-        """Start a step of 5 ms and return what waits for its end."""
-        if not self.is_cuda:
-            until = time.perf_counter() + STEP_S
-            return lambda: time.sleep(max(0.0, until - time.perf_counter()))
-        torch.cuda._sleep(self._cycles)
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
-
-    def cache(self, shape: tuple[int, int, int], slots: int, max_seq_len: int, **options: Any) -> SlicedKVCache:
-        layers, heads, dim = shape
-        if "pool" not in options:
-            options.setdefault("memory_limit", self.limit)
-        return SlicedKVCache(
-            num_layers=layers,
-            num_kv_heads=heads,
-            head_dim=dim,
-            dtype=torch.bfloat16,
-            max_batch_size=slots,
-            max_seq_len=max_seq_len,
-            device=self.name,
-            **options,
-        )
-
-
-def busy_until(end: float) -> int:
-    """Run pure Python, which never lets go of the GIL by itself, until `end`."""
-    rounds = 0
-    while time.perf_counter() < end:
-        rounds += sum(range(50)) > 0
-    return rounds
 
 
 def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str, *, busy: bool) -> Row:
@@ -129,7 +76,7 @@ def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str,
 
 def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
     """Both shapes and batch sizes, and 10,000 steps for one of them."""
-    steps = 100 if quick else 2000
+    steps = 400 if quick else 2000
     for shape_name in SHAPES:
         for slots in (64, 256) if device.is_cuda else (16,):
             for mapper, busy in (("sync", False), ("background", False), ("background", True)):

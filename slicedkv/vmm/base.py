@@ -104,7 +104,7 @@ class Driver(ABC):
         try:
             for _ in range(count):
                 handles.append(self.create(num_bytes))
-        except DriverError:
+        except BaseException:
             self.release_batch(handles)
             raise
         return handles
@@ -127,7 +127,7 @@ class Driver(ABC):
             for run in runs:
                 self.map_run(run.address, run.handles, run.handle_bytes)
                 done.append(run)
-        except DriverError:
+        except BaseException:
             for run in reversed(done):
                 self.unmap_run(run.address, len(run.handles) * run.handle_bytes)
             raise

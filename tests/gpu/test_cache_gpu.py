@@ -40,7 +40,9 @@ def make_cache(cuda_device: str) -> Iterator[MakeCache]:
 
 
 def free_bytes() -> int:
+    """Free memory of the device, less what torch only keeps for later."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

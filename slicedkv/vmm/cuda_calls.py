@@ -1,0 +1,125 @@
+"""The memory calls of the CUDA driver over whole columns: once as Python loops, once as C loops. Same answers.
+
+Gets the bindings and their structs from `cuda`, imports neither CUDA nor torch, and checks nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from .ledger import Mappings
+from .strict import Outcome
+
+__all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls"]
+
+ENTRY_POINTS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemUnmap")
+"""Driver calls whose addresses `NativeCalls` needs."""
+
+ACCESS_TRIES = 500
+RETRY_S = 200e-6  # between two tries; the C loop pauses as long, so access is given up after about 0.1 s
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY, see CUresult in the CUDA driver API
+
+
+class PythonCalls:
+    """One call of the bindings after another."""
+
+    def __init__(self, api: Any, properties: Any, access: Any) -> None:
+        self._api = api
+        self._properties = properties
+        self._access = access
+
+    def create(self, num_bytes: int, handles: array[int]) -> Outcome:
+        """Fill `handles` from the front until done or failed."""
+        for done in range(len(handles)):
+            result, handle = self._api.cuMemCreate(num_bytes, self._properties, 0)
+            if int(result):
+                return done, int(result), "create"
+            handles[done] = int(handle)
+        return len(handles), 0, ""
+
+    def release(self, handles: array[int]) -> Outcome:
+        """Release every handle even when one fails."""
+        codes = [int(self._api.cuMemRelease(handle)[0]) for handle in handles]
+        return codes.count(0), next(filter(None, codes), 0), "release"
+
+    def map(self, mappings: Mappings) -> Outcome:
+        """Map everything, or nothing; also when interrupted by an exception."""
+        done, complete = 0, False
+        try:
+            for address, handle, size in zip(*mappings, strict=True):
+                code, op = self._map_one(address, handle, size)
+                if code:
+                    return 0, code, op
+                done += 1
+            complete = True
+        finally:
+            if not complete:
+                for index in reversed(range(done)):
+                    self._api.cuMemUnmap(mappings.addresses[index], mappings.sizes[index])
+        return done, 0, ""
+
+    def _map_one(self, address: int, handle: int, size: int) -> tuple[int, str]:
+        """Map one handle and grant access, or neither; return the code and the verb that failed."""
+        code = int(self._api.cuMemMap(address, size, 0, handle, 0)[0])
+        if code:
+            return code, "map"
+        for left in reversed(range(ACCESS_TRIES)):
+            code = int(self._api.cuMemSetAccess(address, size, [self._access], 1)[0])
+            if code != _NOT_READY or not left:
+                break
+            time.sleep(RETRY_S)  # under load the driver may say so for a moment
+        if code:
+            self._api.cuMemUnmap(address, size)
+        return code, "set_access"
+
+    def unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
+        """Unmap range after range until done or failed."""
+        for done, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
+            if code := int(self._api.cuMemUnmap(address, size)[0]):
+                return done, code, "unmap"
+        return len(addresses), 0, ""
+
+
+class NativeCalls:
+    """One C loop over the driver's entry points for each batch; the GIL is dropped once.
+
+    Parameters
+    ----------
+    module
+        `slicedkv.vmm._native`.
+    entry : mapping of str to int
+        Address of each of `ENTRY_POINTS`.
+    properties, access
+        The bindings' structs; they must live as long as this object, C reads them through their addresses.
+    """
+
+    def __init__(self, module: Any, entry: Mapping[str, int], properties: Any, access: Any) -> None:
+        self._module = module
+        self._entry = dict(entry)
+        self._structs = (properties, access)
+        self._properties = int(properties.getPtr())
+        self._access = int(access.getPtr())
+
+    def create(self, num_bytes: int, handles: array[int]) -> Outcome:
+        """Fill `handles` from the front until done or failed."""
+        outcome: Outcome = self._module.cuda_create(self._entry["cuMemCreate"], self._properties, num_bytes, handles)
+        return outcome
+
+    def release(self, handles: array[int]) -> Outcome:
+        """Release every handle even when one fails."""
+        outcome: Outcome = self._module.cuda_release(self._entry["cuMemRelease"], handles)
+        return outcome
+
+    def map(self, mappings: Mappings) -> Outcome:
+        """Map everything, or nothing."""
+        calls = (self._entry[name] for name in ("cuMemMap", "cuMemSetAccess", "cuMemUnmap"))
+        outcome: Outcome = self._module.cuda_map(*calls, self._access, ACCESS_TRIES, *mappings)
+        return outcome
+
+    def unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
+        """Unmap range after range until done or failed."""
+        outcome: Outcome = self._module.cuda_unmap(self._entry["cuMemUnmap"], addresses, sizes)
+        return outcome

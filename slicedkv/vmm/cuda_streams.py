@@ -1,0 +1,67 @@
+"""`TorchStreams`: torch's streams and events of one CUDA device, whatever device is current in the calling thread.
+
+The work that fences wait for is submitted through torch, so fences are torch's events. torch is imported only when one
+is needed. Knows nothing of memory but torch's own cache of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..errors import StateError
+
+__all__ = ["TorchStreams"]
+
+
+class TorchStreams:
+    """Streams of one device.
+
+    Parameters
+    ----------
+    index : int
+        CUDA device.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    @property
+    def _cuda(self) -> Any:
+        return import_module("torch").cuda
+
+    def record(self) -> Any:
+        """Record an event on the device's current stream; `StateError` while that stream captures a graph."""
+        if self.is_capturing():
+            raise StateError(f"a fence cannot be recorded while the current stream of cuda:{self._index} captures")
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._index))
+        return event
+
+    def order_after(self, event: Any) -> None:
+        """Make the device's current stream wait for the event."""
+        self._cuda.current_stream(self._index).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        self._cuda.synchronize(self._index)
+
+    def is_capturing(self) -> bool:
+        """True while the device's current stream captures a graph."""
+        cuda = self._cuda
+        if not cuda.is_initialized():
+            return False
+        with cuda.device(self._index):
+            return bool(cuda.is_current_stream_capturing())
+
+    def empty_cache(self) -> bool:
+        """Give torch's unused cached memory back to the device; True when there was some."""
+        cuda = self._cuda
+        if not cuda.is_initialized() or self.is_capturing():
+            return False
+        before = cuda.memory_reserved(self._index)
+        try:
+            cuda.empty_cache()
+        except RuntimeError:  # another thread captures a graph
+            return False
+        return bool(cuda.memory_reserved(self._index) < before)

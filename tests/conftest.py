@@ -1,0 +1,50 @@
+"""What every test folder shares: the guard of GPU tests, and CUDA drivers over a fake CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_cuda import FakeCuda, FakeTorchCuda
+
+from slicedkv.vmm import native
+from slicedkv.vmm.cuda import CudaDriver
+from slicedkv.vmm.cuda_streams import TorchStreams
+
+
+@pytest.fixture(scope="session")
+def cuda_device() -> str:
+    """The CUDA device for GPU tests, which fail without one: a run for a GPU must not pass for want of it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.fail("this test needs an NVIDIA GPU and a torch built for CUDA, and torch.cuda.is_available() is False")
+    return "cuda:0"
+
+
+@pytest.fixture
+def fake_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeTorchCuda:
+    """Streams and events of a CUDA that is not there."""
+    fake = FakeTorchCuda()
+    monkeypatch.setattr(TorchStreams, "_cuda", fake)
+    return fake
+
+
+@pytest.fixture
+def open_fake_cuda(fake_torch_cuda: FakeTorchCuda) -> Iterator[Callable[..., tuple[CudaDriver, FakeCuda]]]:
+    """Open a `CudaDriver` over a `FakeCuda`, with C loops or with Python loops."""
+    opened: list[CudaDriver] = []
+
+    def open_driver(*, loops: str = "python", index: int = 0, **options: Any) -> tuple[CudaDriver, FakeCuda]:
+        api = FakeCuda(**options)
+        if loops == "c":
+            opened.append(CudaDriver(index, api))
+        else:
+            with native.disabled():
+                opened.append(CudaDriver(index, api))
+        return opened[-1], api
+
+    yield open_driver
+    for driver in opened:
+        driver.close()
