@@ -1,4 +1,4 @@
-"""Lengths of all slots as vectors: what `step` is told, compared with what is mapped, without a Python loop over B.
+"""Lengths of all slots as columns: what `step` is told, compared with what is mapped, without a Python loop over B.
 
 Knows torch (CPU vectors only) and token counts; neither pages, drivers nor states of slots. Not thread-safe: the cache
 calls it with its gate's lock held.
@@ -62,54 +62,49 @@ def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
 
 
 class LengthTable:
-    """Per-slot token counts.
+    """Per-slot token counts, each a column of `num_slots` numbers.
+
+    A column is an `array` and, over the same memory, a tensor. `step` compares whole columns as tensors. Everything
+    else reads and writes single numbers, never a tensor: each torch call lets go of the GIL, and beside a busy main
+    thread the mapper would wait for it a whole switch interval each time.
 
     Attributes
     ----------
-    touched : torch.Tensor
-        ``[B]`` int64: the longest length of the slot's request so far; 0 for idle slots.
-    backed : torch.Tensor
-        ``[B]`` int64: the longest length that is mapped; 0 for idle slots, so that any length there stands out.
-    trigger : torch.Tensor
-        ``[B]`` int64, at most `backed`: a length above it wants the next page soon. Equal to `backed` for a slot that
-        is mapped to the end: it wants nothing more, and a length above that stands out too.
+    touched : array of int
+        The longest length of the slot's request so far; 0 for idle slots.
+    backed : array of int
+        The longest length that is mapped; 0 for idle slots, so that any length there stands out.
+    trigger : array of int
+        At most `backed`: a length above it wants the next page soon. Equal to `backed` for a slot that is mapped to the
+        end: it wants nothing more, and a length above that stands out too.
+    distance : int
+        Tokens before the end of what is mapped at which a slot's next page is asked for, until it is scheduled.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int) -> None:
         self._max_seq_len = max_seq_len
+        self.distance = 0
+        self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
         self._zeros = torch.zeros(num_slots, dtype=torch.int64)
-        self.touched = torch.zeros(num_slots, dtype=torch.int64)
-        self.backed = torch.zeros(num_slots, dtype=torch.int64)
-        self.trigger = torch.zeros(num_slots, dtype=torch.int64)
+        self._touched, self._backed, self._trigger = (
+            torch.frombuffer(column, dtype=torch.int64) for column in (self.touched, self.backed, self.trigger)
+        )
 
     def is_quiet(self, lens: torch.Tensor) -> bool:
         """True when every length is in ``[0, trigger]``: nothing to do, nothing to refuse."""
-        return torch.equal(lens.clamp(self._zeros, self.trigger), lens)  # half the time of comparing and reducing
+        return torch.equal(lens.clamp(self._zeros, self._trigger), lens)  # half the time of comparing and reducing
 
     def advance(self, lens: torch.Tensor) -> None:
         """Note that requests now have these lengths."""
-        torch.maximum(self.touched, lens, out=self.touched)
+        torch.maximum(self._touched, lens, out=self._touched)
 
     def beyond_backed(self, lens: torch.Tensor) -> list[int]:
         """Slots whose length is not mapped."""
-        return _indices(lens > self.backed)
-
-    def beyond_trigger(self) -> list[int]:
-        """Slots that want their next page soon."""
-        return _indices(self.touched > self.trigger)
+        return _indices(lens > self._backed)
 
     def beyond_touched(self, lens: torch.Tensor) -> list[int]:
         """Slots whose request is longer than ever before."""
-        return _indices(lens > self.touched)
-
-    def reset_all(self) -> None:
-        """Forget all requests, so that no length counts as mapped."""
-        for vector in (self.touched, self.backed, self.trigger):
-            vector.zero_()
-
-    def started(self) -> torch.Tensor:
-        """Indices of the slots whose request has a length."""
-        return self.touched.nonzero().flatten()
+        return _indices(lens > self._touched)
 
     def check_range(self, lens: torch.Tensor) -> None:
         """Raise `ConfigError` that names the first length outside ``[0, max_seq_len]``."""
@@ -117,21 +112,32 @@ class LengthTable:
         for slot in _indices((lens < 0) | (lens > limit))[:1]:
             raise ConfigError(f"seq_lens[{slot}] is {int(lens[slot])}; it must be in [0, max_seq_len = {limit}]")
 
+    def slack(self, slot: int) -> int:
+        """Tokens mapped behind a slot's request."""
+        return self.backed[slot] - self.touched[slot]
+
+    def is_due(self, slot: int) -> bool:
+        """True when a slot's next page is asked for."""
+        return self.touched[slot] > self.trigger[slot]
+
     def set_backed(self, slot: int, backed: int) -> None:
-        """Note what is mapped for an active slot; its next page is wanted at the last moment until scheduled."""
+        """Note what is mapped for an active slot."""
         self.backed[slot] = backed
-        self.trigger[slot] = backed
+        self.schedule(slot, self.distance)
+
+    def schedule(self, slot: int, distance: int) -> None:
+        """Ask for a slot's next page `distance` tokens before the end of what is mapped."""
+        backed = self.backed[slot]
+        self.trigger[slot] = max(0, backed - distance) if backed < self._max_seq_len else backed
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
-        self.touched[slot] = 0
-        self.backed[slot] = 0
-        self.trigger[slot] = 0
+        self.touched[slot] = self.backed[slot] = self.trigger[slot] = 0
 
-    def schedule(self, slots: torch.Tensor, distance: torch.Tensor | int) -> None:
-        """Set the triggers of `slots` (indices) `distance` tokens before the end of what is mapped."""
-        backed = self.backed[slots]
-        self.trigger[slots] = torch.where(backed < self._max_seq_len, (backed - distance).clamp_(min=0), backed)
+    def reset_all(self) -> None:
+        """Forget all requests, so that no length counts as mapped."""
+        for column in (self._touched, self._backed, self._trigger):
+            column.zero_()
 
 
 def _indices(mask: torch.Tensor) -> list[int]:

@@ -2,13 +2,14 @@
 
 A page mapped long before its use is waste, one mapped too late is a stall. So the mapper starts at the *latest start*
 of classic backward scheduling: with deadlines (the step at which a slot runs out of mapped rows) in ascending order,
-each mapping must start one mapping time before both its own deadline and the next one's start. Knows vectors and
+each mapping must start one mapping time before both its own deadline and the next one's start. Knows
 numbers only.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Sequence
 
 __all__ = ["Pace", "latest_start"]
 
@@ -16,24 +17,27 @@ _MAX_INTERVAL_S = 0.5
 _LATENCY_DECAY = 0.9
 
 
-def latest_start(slack_steps: torch.Tensor, work_steps: float) -> torch.Tensor:
-    """Steps before its deadline at which each slot's mapping must start.
+def latest_start(slack: Sequence[float], work: float) -> list[float]:
+    """Time before its deadline at which each mapping must start, on one machine that does one after the other.
 
     Parameters
     ----------
-    slack_steps : torch.Tensor
-        ``[n]`` float64, ascending: steps until each slot's deadline.
-    work_steps : float
-        Duration of one slot's mapping in steps.
+    slack : sequence of float
+        Time until each deadline, ascending.
+    work : float
+        Duration of one mapping, in the same unit.
 
     Returns
     -------
-    torch.Tensor
-        ``[n]`` float64, each at least `work_steps`.
+    list of float
+        Each at least `work`.
     """
-    rank = torch.arange(slack_steps.numel(), dtype=torch.float64)
-    tightest = (slack_steps - (rank + 1) * work_steps).flip(0).cummin(0).values.flip(0)
-    return slack_steps - (tightest + rank * work_steps)
+    start = float("inf")
+    lead = []
+    for deadline in reversed(slack):
+        start = min(start, deadline) - work
+        lead.append(deadline - start)
+    return lead[::-1]
 
 
 class Pace:
@@ -83,21 +87,20 @@ class Pace:
         self.margin_tokens = min(self.margin_tokens + 1, 64)
         self._calm_steps = 0
 
-    def distances(self, slack_tokens: torch.Tensor, planes: int, tokens_per_page: int) -> torch.Tensor:
+    def distances(self, slack: Sequence[int], planes: int, tokens_per_page: int) -> list[int]:
         """Tokens before the end of what is mapped at which each slot's next page is due.
 
         Parameters
         ----------
-        slack_tokens : torch.Tensor
-            ``[n]`` int64: mapped tokens each active slot has left; a decoding request uses one a step.
+        slack : sequence of int
+            Mapped tokens each active slot has left, ascending; a decoding request uses one a step.
         planes : int
             Mappings one slot needs.
         tokens_per_page : int
             The most a distance may be; the least is 2.
         """
         interval = max(self.interval_s, 1e-6)
-        order = slack_tokens.argsort()
-        lead = latest_start(slack_tokens[order].to(torch.float64), planes * self.page_s / interval)
-        due = torch.empty_like(slack_tokens)
-        due[order] = (lead + self.latency_s / interval).ceil().to(torch.int64)
-        return (due + 1 + self.margin_tokens).clamp_(min(2, tokens_per_page), max(2, tokens_per_page))
+        least, most = min(2, tokens_per_page), max(2, tokens_per_page)
+        late = self.latency_s / interval
+        leads = latest_start(slack, planes * self.page_s / interval)
+        return [max(least, min(math.ceil(lead + late) + 1 + self.margin_tokens, most)) for lead in leads]

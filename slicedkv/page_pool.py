@@ -143,20 +143,12 @@ class PagePool:
             self._release(surplus)
             created.extents.extend(self._create(missing.extents, self.extent_pages))
             created.pages.extend(self._create(missing.pages, 1))
-        except BaseException as error:
+        except BaseException:
             with self.gate.lock:
                 self._free.pages.extend(taken.pages)
                 self._free.extents.extend(taken.extents)
             self._release(created)
-            if not isinstance(error, DriverError) or not error.out_of_memory:
-                raise
-            raise OutOfPagesError(
-                f"the device has no memory for {missing.pages + missing.extents * self.extent_pages} more pages of "
-                f"{self.page_bytes} bytes although the memory limit of {self.memory_limit} bytes allows them; lower "
-                "memory_limit or free device memory that others hold",
-                requested=pages + extents * self.extent_pages,
-                available=self.free_pages,
-            ) from error
+            raise
         taken.pages.extend(created.pages)
         taken.extents.extend(created.extents)
         with self.gate.lock:
@@ -183,16 +175,26 @@ class PagePool:
             return taken, Handles(loose, broken), missing
 
     def _create(self, count: int, handle_pages: int) -> list[int]:
-        """Create handles; when memory is short, ask other users of the device once to make room."""
+        """Create handles; when the device is short of memory, ask its other users once to make room."""
         if not count:
             return []
         num_bytes = handle_pages * self.page_bytes
         try:
-            handles = self.driver.create_batch(num_bytes, count)
+            try:
+                handles = self.driver.create_batch(num_bytes, count)
+            except DriverError as error:
+                if not error.out_of_memory or not self.driver.relieve_pressure():
+                    raise
+                handles = self.driver.create_batch(num_bytes, count)
         except DriverError as error:
-            if not error.out_of_memory or not self.driver.relieve_pressure():
+            if not error.out_of_memory:
                 raise
-            handles = self.driver.create_batch(num_bytes, count)
+            raise OutOfPagesError(
+                f"the device has no memory for {count} more handles of {num_bytes} bytes although the memory limit of "
+                f"{self.memory_limit} bytes allows them; lower memory_limit or free device memory that others hold",
+                requested=count * handle_pages,
+                available=self.free_pages,
+            ) from error
         with self.gate.lock:
             self._created_pages += count * handle_pages
         return handles

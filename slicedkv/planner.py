@@ -46,6 +46,10 @@ class Planner:
         self.state = state
         self._recent_prompts: deque[int] = deque(maxlen=32)
         self._background = state.config.mapper == "background"
+        self._urgent_first: list[int] = []
+        self._scheduled_at = -1
+        fixed = state.config.lookahead_tokens
+        state.lengths.distance = (2 if self._background else 0) if fixed is None else fixed
 
     def note_prompt(self, seq_len: int) -> None:
         """Remember a prompt length for `eager_tokens="auto"`. Lock held."""
@@ -53,7 +57,7 @@ class Planner:
 
     def next(self) -> Work | None:
         """Return the next batch, or None when there is nothing to do or no memory to do it. Lock held."""
-        if self.state.unscheduled:
+        if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
         for propose in (self._prefetch, self._lookahead, self._eager, self._stock, self._reclaim):
             work = propose()
@@ -75,18 +79,21 @@ class Planner:
     # --- when the next page is due --------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Set for every active slot the length at which its next page is asked for."""
+        """Set for every request the length at which its next page is asked for; at most once a step."""
         state, distance = self.state, self.state.config.lookahead_tokens
-        state.unscheduled = False
-        if distance == 0 or (distance is None and not self._background):
-            return  # a slot that was just mapped is due at its end, as it should be
-        slots = state.lengths.started()
-        if distance is not None:
-            state.lengths.schedule(slots, distance)
+        if state.counters.steps == self._scheduled_at:
             return
-        slack = state.lengths.backed[slots] - state.lengths.touched[slots]
-        layout = state.layout
-        state.lengths.schedule(slots, state.pace.distances(slack, layout.num_planes, layout.tokens_per_page))
+        self._scheduled_at = state.counters.steps
+        state.unscheduled = False
+        lengths, layout = state.lengths, state.layout
+        self._urgent_first = sorted((slot for slot in state.slots.active if lengths.touched[slot]), key=lengths.slack)
+        if distance is not None:
+            return  # `LengthTable.distance` is right for every slot
+        slack = [lengths.slack(slot) for slot in self._urgent_first]
+        distances = state.pace.distances(slack, layout.num_planes, layout.tokens_per_page)
+        lengths.distance = min(distances, default=2)
+        for slot, ahead in zip(self._urgent_first, distances, strict=True):
+            lengths.schedule(slot, ahead)
 
     # --- proposals, each None when it has nothing to do ------------------------------------------------------------
 
@@ -100,18 +107,17 @@ class Planner:
         return None
 
     def _lookahead(self) -> Work | None:
-        growths = []
-        for slot in self.state.lengths.beyond_trigger():
-            missing = self._pages_after(slot) - self.state.backing.mapped(slot)
-            if missing > 0:
+        state, growths = self.state, []
+        for slot in filter(state.lengths.is_due, self._urgent_first):
+            missing = self._pages_after(slot) - state.backing.mapped(slot)
+            if missing > 0 and state.slots.is_active(slot):
                 growths.append(Growth(slot, missing))
         return self._growth("lookahead", growths)
 
     def _pages_after(self, slot: int) -> int:
         """Pages per plane with which a slot has at least one more token than now."""
-        layout = self.state.layout
-        backed = max(int(self.state.lengths.backed[slot]), int(self.state.lengths.touched[slot]))
-        return layout.pages_for(min(backed + 1, layout.max_seq_len))
+        lengths, layout = self.state.lengths, self.state.layout
+        return layout.pages_for(min(max(lengths.backed[slot], lengths.touched[slot]) + 1, layout.max_seq_len))
 
     def _eager(self) -> Work | None:
         eager = self.state.config.eager_tokens

@@ -71,7 +71,7 @@ class CacheState:
         """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
         if not self.slots.is_active(slot):
             return 0
-        return max(self.layout.pages_for(int(self.lengths.touched[slot])), self.wanted.get(slot, 0))
+        return max(self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0))
 
     def spare_pages(self, slot: int) -> int:
         """Pages per plane beyond `keep_pages` that can be unmapped, whole handles only."""
@@ -108,7 +108,7 @@ class CacheState:
             yield
 
     def note_mapped(self, slot: int) -> None:
-        """Bring the vectors in line with what is mapped for a slot."""
+        """Bring the lengths in line with what is mapped for a slot."""
         if self.slots.is_active(slot):
             self.lengths.set_backed(slot, self.layout.tokens_backed(self.backing.mapped(slot)))
             self.unscheduled = True
@@ -122,7 +122,7 @@ class CacheState:
         margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
         mapped_bytes = self.backing.mapped_pages * page_bytes
         active_bytes = active_pages * plane_page_bytes
-        used_bytes = int(self.lengths.touched.sum()) * self.layout.token_bytes
+        used_bytes = sum(self.lengths.touched) * self.layout.token_bytes
         return CacheStats(
             page_bytes=page_bytes,
             memory_limit_bytes=self.pool.memory_limit,
@@ -151,14 +151,14 @@ class CacheState:
         self.backing.check_integrity()
         self.pool.check_integrity()
         for slot in range(self.layout.max_batch_size):
-            backed = int(self.lengths.backed[slot])
+            backed = self.lengths.backed[slot]
             mapped = self.backing.mapped(slot)
             if self.slots.is_active(slot):
-                touched = int(self.lengths.touched[slot])
+                touched = self.lengths.touched[slot]
                 if backed != self.layout.tokens_backed(mapped) or touched > backed:
                     raise StateError(
                         f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
                         f"{self.layout.tokens_backed(mapped)}"
                     )
-            elif backed or int(self.lengths.touched[slot]):
+            elif backed or self.lengths.touched[slot]:
                 raise StateError(f"slot {slot} is idle but has lengths")

@@ -79,6 +79,7 @@ class Stepper:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
         self._state.lengths.advance(lens)
         self._state.counters.last_step = record
+        self._state.unscheduled = True
         self._mapper.wake(due=due)
 
     def _step_with_growth(self, lens: torch.Tensor, started: float) -> bool:

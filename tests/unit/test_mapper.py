@@ -289,3 +289,15 @@ def test_a_request_that_grows_into_its_margin_keeps_it(open_cache: Open) -> None
     assert cache.pages_needed(lens) <= cache.pages_available()
     assert cache.step(lens)
     cache.check_integrity()
+
+
+def test_requests_that_start_on_mapped_pages_are_looked_ahead_for_too(open_cache: Open) -> None:
+    cache, _, _ = open_cache()
+    for _ in range(2):
+        reqid = cache.alloc_reqid(TOKENS - 5)
+        settle(cache)
+        for length in range(TOKENS - 5, 3 * TOKENS):
+            assert cache.step({reqid: length})
+            settle(cache)
+        cache.free_reqid(reqid)
+    assert cache.stats().stalls == 0
