@@ -50,7 +50,7 @@ class PagePool:
     Raises
     ------
     ConfigError
-        A size does not fit the driver, or the limit holds no page.
+        A size does not fit the driver.
     """
 
     def __init__(self, driver: Driver, *, page_bytes: int, memory_limit: int, extent_pages: int = 16) -> None:
@@ -83,8 +83,6 @@ class PagePool:
         if not pages:
             raise ConfigError(f"memory_limit is {memory_limit} bytes, less than one page of {self.page_bytes} bytes")
         return pages
-
-    # --- what there is -----------------------------------------------------------------------------------------
 
     @property
     def memory_limit(self) -> int:
@@ -190,8 +188,8 @@ class PagePool:
             if not error.out_of_memory:
                 raise
             raise OutOfPagesError(
-                f"the device has no memory for {count} more handles of {num_bytes} bytes although the memory limit of "
-                f"{self.memory_limit} bytes allows them; lower memory_limit or free device memory that others hold",
+                f"the device has no memory for {count} more handles of {num_bytes} bytes, though memory_limit "
+                f"({self.memory_limit} bytes) allows them; lower it or free device memory that others hold",
                 requested=count * handle_pages,
                 available=self.free_pages,
             ) from error
@@ -222,8 +220,6 @@ class PagePool:
                     freed += size
         self._mapped_pages -= freed
         return freed
-
-    # --- giving memory back to the device -----------------------------------------------------------------------
 
     def trim(self, keep_pages: int = 0) -> int:
         """*token* Release free handles until at most `keep_pages` pages are free; return the pages released."""
