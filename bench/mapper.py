@@ -5,6 +5,7 @@ python bench/mapper.py [--device cuda] [--quick] [--only stalls throughput promp
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import sys
@@ -273,6 +274,9 @@ def main() -> None:
     options = found.parse_args()
     device = Device(options.device)
     rows: list[Row] = []
+    # As serving engines do: the collector would stop every thread for tens of milliseconds to look through torch.
+    gc.collect()
+    gc.freeze()
     try:
         for name in options.only:
             for row in MEASURES[name](device, options.quick):

@@ -7,6 +7,7 @@ are all or nothing, and are made by whoever holds the gate's work token (*token*
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from .page_pool import Handles, PagePool
 from .reservation import Reservation
 from .vmm.base import MappedRange, Run
 
-__all__ = ["Backing", "Cut", "Growth"]
+__all__ = ["Backing", "Cut", "Growth", "Segments"]
 
 
 class Growth(NamedTuple):
@@ -26,11 +27,46 @@ class Growth(NamedTuple):
     pages: int
 
 
-class _Segment(NamedTuple):
-    """Part of a slot's prefix: one handle of `pages` pages in each plane."""
+class Segments:
+    """Part of a slot's mapping in order: segments of one handle in every plane.
 
-    pages: int
-    handles: tuple[int, ...]
+    Numbers in arrays, not objects in lists: a cache holds a hundred thousand of them, and each object would make the
+    garbage collector stop the interpreter longer.
+
+    Attributes
+    ----------
+    sizes : array of int
+        Pages of each segment.
+    handles : array of int
+        Its handles, one a plane, segment after segment.
+    """
+
+    __slots__ = ("handles", "sizes")
+
+    def __init__(self) -> None:
+        self.sizes = array("Q")
+        self.handles = array("Q")
+
+    def extend(self, other: Segments) -> None:
+        """Append segments at the end."""
+        self.sizes.extend(other.sizes)
+        self.handles.extend(other.handles)
+
+    def split(self, first: int) -> Segments:
+        """Remove and return the segments from `first` on."""
+        tail, cut = Segments(), first * (len(self.handles) // max(1, len(self.sizes)))
+        tail.sizes, tail.handles = self.sizes[first:], self.handles[cut:]
+        del self.sizes[first:], self.handles[cut:]
+        return tail
+
+    def by_size(self) -> Handles:
+        """All handles, pages and extents apart."""
+        planes = len(self.handles) // max(1, len(self.sizes))
+        found = Handles([], [])
+        for index, size in enumerate(self.sizes):
+            target = found.pages if size == 1 else found.extents
+            target.extend(self.handles[index * planes : (index + 1) * planes])
+        return found
 
 
 class Cut(NamedTuple):
@@ -39,7 +75,7 @@ class Cut(NamedTuple):
     slot: int
     first_page: int
     end_page: int
-    segments: list[_Segment]
+    segments: Segments
 
 
 class Backing:
@@ -63,7 +99,7 @@ class Backing:
             )
             for _ in range(layout.num_planes)
         ]
-        self._segments: list[list[_Segment]] = [[] for _ in range(layout.max_batch_size)]
+        self._segments = [Segments() for _ in range(layout.max_batch_size)]
         self._mapped = [0] * layout.max_batch_size
         pool.attach(self)
 
@@ -79,8 +115,7 @@ class Backing:
     def mapped_handles(self) -> Iterator[int]:
         """Every handle, once per mapping."""
         for segments in self._segments:
-            for segment in segments:
-                yield from segment.handles
+            yield from segments.handles
 
     def grow(self, growths: Sequence[Growth]) -> int:
         """*token* Map more pages behind several slots in one driver batch; return the number of extents used.
@@ -107,7 +142,7 @@ class Backing:
         with self.pool.gate.lock:
             for (slot, _), added in zip(growths, segments, strict=True):
                 self._segments[slot].extend(added)
-                self._mapped[slot] += sum(segment.pages for segment in added)
+                self._mapped[slot] += sum(added.sizes)
         return len(handles.extents)
 
     def _plan(self, growths: Sequence[Growth]) -> list[tuple[int, int, int]]:
@@ -121,25 +156,23 @@ class Backing:
             plan.append((slot, extents, pages - extents * extent_pages))
         return plan
 
-    def _lay_out(
-        self, plan: Iterable[tuple[int, int, int]], handles: Handles
-    ) -> tuple[list[list[_Segment]], list[Run]]:
+    def _lay_out(self, plan: Iterable[tuple[int, int, int]], handles: Handles) -> tuple[list[Segments], list[Run]]:
         """Give each slot its handles: segments for the books, runs for the driver."""
+        planes = len(self.reservations)
         sources = ((handles.extents, self.pool.extent_pages), (handles.pages, 1))
         used = [0, 0]
         segments, runs = [], []
-        for slot, extents, pages in plan:
-            added: list[_Segment] = []
-            page = self._mapped[slot]
-            for size, count in enumerate((extents, pages)):
-                source, handle_pages = sources[size]
-                columns = []
-                for plane in self.reservations if count else ():
-                    column = source[used[size] : used[size] + count]
-                    used[size] += count
-                    columns.append(column)
-                    runs.append(plane.run(slot, page, column, handle_pages))
-                added.extend(_Segment(handle_pages, row) for row in zip(*columns, strict=True))
+        for slot, *counts in plan:
+            added, page = Segments(), self._mapped[slot]
+            for kind, count in enumerate(counts):
+                source, handle_pages = sources[kind]
+                mine = source[used[kind] : used[kind] + count * planes]
+                used[kind] += len(mine)
+                for index, plane in enumerate(self.reservations if count else ()):
+                    runs.append(plane.run(slot, page, mine[index * count : (index + 1) * count], handle_pages))
+                added.sizes.extend([handle_pages] * count)
+                for nth in range(count):
+                    added.handles.extend(mine[nth::count])
                 page += count * handle_pages
             segments.append(added)
         return segments, runs
@@ -150,11 +183,11 @@ class Backing:
 
     def _cut(self, slot: int, keep_pages: int) -> tuple[int, int]:
         """First segment that may go, and the pages before it."""
-        segments = self._segments[slot]
-        first, keep = len(segments), self._mapped[slot]
-        while first and keep - segments[first - 1].pages >= keep_pages:
+        sizes = self._segments[slot].sizes
+        first, keep = len(sizes), self._mapped[slot]
+        while first and keep - sizes[first - 1] >= keep_pages:
             first -= 1
-            keep -= segments[first].pages
+            keep -= sizes[first]
         return first, keep
 
     def detach(self, slot: int, keep_pages: int) -> Cut | None:
@@ -166,8 +199,7 @@ class Backing:
         end = self._mapped[slot]
         if keep == end:
             return None
-        segments = self._segments[slot][first:]
-        del self._segments[slot][first:]
+        segments = self._segments[slot].split(first)
         self._mapped[slot] = keep
         return Cut(slot, keep, end, segments)
 
@@ -192,11 +224,7 @@ class Backing:
                 self._mapped[cut.slot] = cut.end_page
             raise
         with self.pool.gate.lock:
-            return sum(self.pool.give_back(self._handles_of(segment)) for segment in cut.segments)
-
-    def _handles_of(self, segment: _Segment) -> Handles:
-        handles = list(segment.handles)
-        return Handles(handles, []) if segment.pages == 1 else Handles([], handles)
+            return self.pool.give_back(cut.segments.by_size())
 
     def _unmap(self, cut: Cut) -> None:
         """Unmap a range in every plane; on failure map the planes already done back."""
@@ -231,18 +259,19 @@ class Backing:
     def check_integrity(self) -> None:
         """Raise `StateError` if a slot's books disagree with each other. Call with the lock held."""
         for slot, (segments, mapped) in enumerate(zip(self._segments, self._mapped, strict=True)):
-            if sum(segment.pages for segment in segments) != mapped:
+            if sum(segments.sizes) != mapped:
                 raise StateError(f"slot {slot}: segments do not add up to its {mapped} mapped pages")
             if mapped > self.layout.pages_per_slot:
                 raise StateError(f"slot {slot}: {mapped} pages mapped, more than its {self.layout.pages_per_slot}")
-            if any(len(segment.handles) != self.layout.num_planes for segment in segments):
+            if len(segments.handles) != len(segments.sizes) * self.layout.num_planes:
                 raise StateError(f"slot {slot}: a segment is not mapped in every plane")
 
 
-def _remap(ranges: Iterable[MappedRange], segments: Sequence[_Segment], page_bytes: int) -> Iterator[Run]:
+def _remap(ranges: Sequence[MappedRange], segments: Segments, page_bytes: int) -> Iterator[Run]:
     """Runs that map `segments` back into the planes whose ranges were unmapped; the planes come in order."""
+    planes = len(segments.handles) // len(segments.sizes)
     for plane, mapped in enumerate(ranges):
         address = mapped.address
-        for segment in segments:
-            yield Run(address, (segment.handles[plane],), segment.pages * page_bytes)
-            address += segment.pages * page_bytes
+        for size, handle in zip(segments.sizes, segments.handles[plane::planes], strict=True):
+            yield Run(address, (handle,), size * page_bytes)
+            address += size * page_bytes

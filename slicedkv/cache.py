@@ -6,6 +6,7 @@ taken back in `reclaim`.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Literal
 
@@ -79,19 +80,20 @@ class SlicedKVCache(Closeable):
         self.dtype: torch.dtype = config.dtype
         self.device = torch.device(self.pool.driver.torch_device)
         self._views = KVViews(self._state.backing, config.dtype)
+        self._num_slots = config.max_batch_size
         planner = Planner(self._state)
         self._mapper = Mapper(planner, background=config.mapper == "background")
         self._stepper = Stepper(self._state, self._mapper)
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
-        self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, self._owner_pid)
+        self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
-        self._closed = False
+        self._refusal = None
 
     # --- what it looks like -----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"SlicedKVCache({self.layout}, {self.dtype}, {self.device}{', closed' if self._closed else ''})"
+        return f"SlicedKVCache({self.layout}, {self.dtype}, {self.device}{', closed' if self.closed else ''})"
 
     @property
     def layout(self) -> KVLayout:
@@ -206,8 +208,9 @@ class SlicedKVCache(Closeable):
             The driver failed for another reason than memory; no request lost anything.
         """
         self._enter()
-        ok = self._stepper.step(parse_seq_lens(seq_lens, self.layout.max_batch_size))
-        self._mapper.run_pending()
+        ok = self._stepper.step(parse_seq_lens(seq_lens, self._num_slots))
+        if not self._mapper.background:
+            self._mapper.run_pending()
         if ok and self._zeroer is not None:
             self._zeroer.run()
         return ok
@@ -231,6 +234,12 @@ class SlicedKVCache(Closeable):
         """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
         self._check_open()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        if self._has_room(pages):
+            return True
+        with self._state.work("can_admit"):  # pages on their way into a margin are in no book: look again without any
+            return self._has_room(pages)
+
+    def _has_room(self, pages: int) -> bool:
         with self._gate.lock:
             room = available_pages(self._state)
             return bool(self._state.slots.idle) and pages * self.layout.num_planes <= room
@@ -280,20 +289,10 @@ class SlicedKVCache(Closeable):
     def _enter(self) -> None:
         """Begin a call that changes something: raise what went wrong in the background since the last one."""
         self._check_open()
-        self._mapper.raise_failure()
+        if self._mapper.failure is not None:
+            self._mapper.raise_failure()
 
-    def close(self) -> None:
-        """Unmap everything and give all memory back. Waits for all work of the device. Calling it again does nothing.
-
-        Views that are still held keep their addresses reserved; reading or writing them faults. When the driver hangs
-        or fails, `StateError` or `DriverError` is raised and `close` may be called again.
-        """
-        if self._closed:
-            return
-        if not self._closing:
-            self._check_open()
-        self._closing = True
+    def _close(self) -> None:
         shut_down(self._state, self._mapper)
-        self._closed = True
         self._finalizer.detach()
         self._views.clear()

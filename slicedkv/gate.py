@@ -26,12 +26,15 @@ class Gate:
     ----------
     lock : threading.Condition
         Held for moments; notified when the token is handed back or when there is news for a mapper.
+    mutex : threading.Lock
+        The lock inside `lock`, for the one call that must be quick and waits for nothing.
     timeout_s : float
         Longest wait for the token, in seconds.
     """
 
     def __init__(self, timeout_s: float = 4.0) -> None:
-        self.lock = threading.Condition(threading.Lock())
+        self.mutex = threading.Lock()
+        self.lock = threading.Condition(self.mutex)
         self.timeout_s = timeout_s
         self._holder: str | None = None
         self._foreground_waiting = 0

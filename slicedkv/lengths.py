@@ -86,13 +86,15 @@ class LengthTable:
         self.distance = 0
         self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
         self._zeros = torch.zeros(num_slots, dtype=torch.int64)
+        self._clamped = torch.zeros(num_slots, dtype=torch.int64)
         self._touched, self._backed, self._trigger = (
             torch.frombuffer(column, dtype=torch.int64) for column in (self.touched, self.backed, self.trigger)
         )
 
     def is_quiet(self, lens: torch.Tensor) -> bool:
         """True when every length is in ``[0, trigger]``: nothing to do, nothing to refuse."""
-        return torch.equal(lens.clamp(self._zeros, self._trigger), lens)  # half the time of comparing and reducing
+        # Half the time of comparing and reducing; no new tensor.
+        return torch.equal(torch.clamp(lens, self._zeros, self._trigger, out=self._clamped), lens)
 
     def advance(self, lens: torch.Tensor) -> None:
         """Note that requests now have these lengths."""

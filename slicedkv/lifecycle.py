@@ -29,6 +29,10 @@ _HOST_PAGE_BYTES = 2 << 20
 _DEFAULT_FRACTION = {"cuda": 0.9}
 
 
+_CLOSED = "the cache is closed; open a new one"
+_CLOSING = "the cache is being closed; if that failed, call close() again"
+_FORKED = "this cache belongs to the parent process; a forked child must open its own"
+
 _opened: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
 
@@ -36,27 +40,34 @@ class Closeable(ABC):
     """A public object that is closed once, belongs to the process that opened it, and is a context manager."""
 
     def __init__(self) -> None:
-        self._owner_pid = os.getpid()
-        self._closed = True  # until all of it is open
-        self._closing = False
+        self._refusal: str | None = "the cache is not open"  # until all of it is
         _opened.add(self)
 
     @property
     def closed(self) -> bool:
         """True when it can no longer be used."""
-        return self._closed
+        return self._refusal == _CLOSED
 
     def _check_open(self) -> None:
-        if os.getpid() != self._owner_pid:
-            raise StateError(f"this cache belongs to process {self._owner_pid}; a forked child must open its own")
-        if self._closed:
-            raise StateError("the cache is closed; open a new one")
-        if self._closing:
-            raise StateError("the cache is being closed; if that failed, call close() again")
+        if self._refusal is not None:
+            raise StateError(self._refusal)
+
+    def close(self) -> None:
+        """Unmap everything and give all memory back. Waits for all work of the device. Calling it again does nothing.
+
+        Views that are still held keep their addresses reserved; reading or writing them faults. When the driver hangs
+        or fails, `StateError` or `DriverError` is raised and `close` may be called again.
+        """
+        if self.closed:
+            return
+        if self._refusal != _CLOSING:
+            self._check_open()
+        self._refusal = _CLOSING
+        self._close()
+        self._refusal = _CLOSED
 
     @abstractmethod
-    def close(self) -> None:
-        """Give everything back; calling it again does nothing."""
+    def _close(self) -> None: ...
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -154,6 +165,15 @@ def abandon(state: CacheState, mapper: Mapper, owner_pid: int) -> None:
     """
     if os.getpid() == owner_pid:
         mapper.finish_elsewhere(lambda: shut_down(state, mapper))
+
+
+def _refuse_all() -> None:
+    """In a forked child: locks may be held by threads that are not here, and memory is the parent's."""
+    for opened in list(_opened):
+        opened._refusal = _FORKED
+
+
+os.register_at_fork(after_in_child=_refuse_all)
 
 
 @atexit.register

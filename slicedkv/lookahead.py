@@ -15,6 +15,8 @@ __all__ = ["Pace", "latest_start"]
 
 _MAX_INTERVAL_S = 0.5
 _LATENCY_DECAY = 0.9
+_MOST_MARGIN_TOKENS = 4
+_CALM_STEPS = 1000
 
 
 def latest_start(slack: Sequence[float], work: float) -> list[float]:
@@ -72,7 +74,7 @@ class Pace:
                 self.interval_s += (0.5 if gap < self.interval_s else 0.05) * (gap - self.interval_s)
         self._last_step = now
         self._calm_steps += 1
-        if self._calm_steps >= 1000 and self.margin_tokens:
+        if self._calm_steps >= _CALM_STEPS and self.margin_tokens:
             self.margin_tokens -= 1
             self._calm_steps = 0
 
@@ -84,7 +86,7 @@ class Pace:
 
     def stalled(self) -> None:
         """Note a stall that lookahead should have prevented."""
-        self.margin_tokens = min(self.margin_tokens + 1, 64)
+        self.margin_tokens = min(self.margin_tokens + 1, _MOST_MARGIN_TOKENS)
         self._calm_steps = 0
 
     def distances(self, slack: Sequence[int], planes: int, tokens_per_page: int) -> list[int]:

@@ -31,6 +31,11 @@ class Mapper:
     planner : Planner
     background : bool
         Work on a thread of its own; otherwise inside `run_pending`.
+
+    Attributes
+    ----------
+    failure : Exception or None
+        What went wrong in the background and was not raised yet.
     """
 
     def __init__(self, planner: Planner, *, background: bool) -> None:
@@ -42,7 +47,7 @@ class Mapper:
         self._news = False
         self._stopped = False
         self._asked_at: float | None = None
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._failed = False
 
     # --- foreground -----------------------------------------------------------------------------------------------
@@ -76,8 +81,8 @@ class Mapper:
 
     def raise_failure(self) -> None:
         """Raise, once, what went wrong in the background since the last call."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
             failure.add_note("raised by slicedkv's mapper in the background; the call that shows it did nothing yet")
             raise failure
 
@@ -157,7 +162,7 @@ class Mapper:
 
     def _keep(self, error: Exception) -> None:
         """Keep the first failure for the foreground, and do nothing more until the foreground has news."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self._failed = True
 
     def _execute(self, work: Work) -> bool:

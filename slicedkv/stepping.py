@@ -35,21 +35,24 @@ class Stepper:
     def __init__(self, state: CacheState, mapper: Mapper) -> None:
         self._state = state
         self._mapper = mapper
+        self._mutex = state.gate.mutex
 
     def step(self, lens: torch.Tensor) -> bool:
         """Map what is missing for `lens` (``[B]`` int64); see `SlicedKVCache.step`."""
         started = time.perf_counter()
-        state = self._state
-        with state.gate.lock:
-            state.counters.steps += 1
-            state.pace.step_at(started)
-            if state.lengths.is_quiet(lens):
-                state.lengths.advance(lens)
-                state.counters.last_step = _QUIET
+        lengths, counters = self._state.lengths, self._state.counters
+        with self._mutex:
+            counters.steps += 1
+            self._state.pace.step_at(started)
+            if lengths.is_quiet(lens):
+                lengths.advance(lens)
+                counters.last_step = _QUIET
                 return True
-            if not self.growths(lens):
+            late = self.growths(lens)
+            if not late:
                 self._settle(lens, _QUIET, due=True)
                 return True
+            self._note_late(late)
         return self._step_with_growth(lens, started)
 
     def growths(self, lens: torch.Tensor) -> tuple[Growth, ...]:
@@ -98,7 +101,6 @@ class Stepper:
                 ok = False
             finished = time.perf_counter()
             with state.gate.lock:
-                self._note_late(growths)
                 pages = sum(pages for _, pages in growths) * state.layout.num_planes if ok else 0
                 record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6)
                 state.counters.stalls += 1

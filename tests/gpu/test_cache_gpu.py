@@ -91,6 +91,8 @@ def test_a_freed_slot_is_unmapped_only_after_its_kernels(make_cache: MakeCache) 
     length = cache.layout.tokens_backed(30)
     assert cache.step({first: length})
     keys = cache.k(3)[first, :length]
+    keys.add_(1)  # loading a kernel for the first time would wait for the GPU
+    torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     for _ in range(20):
         keys.add_(1)

@@ -71,7 +71,7 @@ def test_freeing_one_request_leaves_the_others(make_cache: MakeCache, layout: st
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_is_real_and_follows_stats(make_cache: MakeCache, layout: str) -> None:
-    cache = make_cache(layout=layout)
+    cache = make_cache(layout=layout, mapper="sync")
     assert used_bytes(cache) == 0
     reqids = [cache.alloc_reqid() for _ in range(3)]
     for length in (1, 170, 171, 400):

@@ -122,8 +122,10 @@ def test_a_slot_whose_mapping_is_unknown_is_never_handed_out(open_faulty: Open) 
     # Only one plane is still mapped; the books say two. Repair the driver's side so that the fixture can close.
     inner, backing = driver.inner, cache._state.backing
     plane = backing.reservations[0]
-    for page, segment in enumerate(backing._segments[reqid]):
-        inner.map_run(plane.page_address(reqid, page * segment.pages), segment.handles[:1], segment.pages * PAGE)
+    pages = set(backing._segments[reqid].sizes)
+    assert len(pages) == 1
+    for index, handle in enumerate(backing._segments[reqid].handles[::2]):
+        inner.map_run(plane.page_address(reqid, index * max(pages)), (handle,), max(pages) * PAGE)
 
 
 def test_one_out_of_memory_is_survived(open_faulty: Open) -> None:
@@ -177,7 +179,7 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call_once(open_faulty: Op
     wait_until(lambda: driver.counts["create"] > 0)
     driver.heal()
     if name == "CUDA_ERROR_UNKNOWN":
-        wait_until(lambda: cache._mapper._failure is not None)
+        wait_until(lambda: cache._mapper.failure is not None)
         with pytest.raises(DriverError) as caught:
             cache.step({reqid: 10})
         assert "in the background" in caught.value.__notes__[0]
@@ -195,7 +197,7 @@ def test_any_exception_in_the_thread_is_raised_and_nothing_is_lost(open_faulty: 
 
     driver.on_call = fail
     cache.prefetch(reqid, 1000)
-    wait_until(lambda: cache._mapper._failure is not None)
+    wait_until(lambda: cache._mapper.failure is not None)
     driver.on_call = None
     with pytest.raises(KeyError, match="from a hook"):
         cache.free_reqid(reqid)

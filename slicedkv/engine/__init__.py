@@ -1,0 +1,24 @@
+"""A small continuous-batching engine over a transformers model: `Engine`, `Request`, `SamplingParams`.
+
+Only `engine` and `runner` know transformers and import it; requests, scheduler and sampler do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .request import FinishReason, Request, RequestState, SamplingParams
+
+if TYPE_CHECKING:
+    from .engine import Engine, EngineStep, Event
+
+__all__ = ["Engine", "EngineStep", "Event", "FinishReason", "Request", "RequestState", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that requests and sampling work without transformers.
+    if name in {"Engine", "EngineStep", "Event"}:
+        from . import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

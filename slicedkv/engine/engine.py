@@ -1,0 +1,283 @@
+"""`Engine`: prompts in, tokens out. Ties scheduler, runner, sampler and cache together and owns their lifetime."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..attention import open_backend
+from ..cache import SlicedKVCache
+from ..checks import check_int
+from ..errors import ConfigError, StateError
+from ..integrations.transformers import attention_scale, cache_for_model, decoder_config
+from .request import FinishReason, Request, SamplingParams
+from .runner import ModelRunner
+from .sampler import sample
+from .scheduler import Scheduler
+
+__all__ = ["Engine", "EngineStep", "Event"]
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A request got a token."""
+
+    request: Request
+    token: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStep:
+    """What one step did, for `on_step`.
+
+    Attributes
+    ----------
+    index : int
+        Steps before this one.
+    seconds : float
+        Wall time of the step.
+    num_running, num_waiting : int
+        Requests after it.
+    num_tokens : int
+        Packed tokens it computed.
+    num_preemptions : int
+        Requests that lost their slot in it.
+    seq_lens : tuple of int
+        Lengths of the requests in the cache at its widest moment, before finished ones were freed.
+    used_bytes : int
+        What the rows of these lengths take, over all layers.
+    mapped_bytes : int
+        Physical memory mapped then, idle slots included.
+    """
+
+    index: int
+    seconds: float
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    num_preemptions: int
+    seq_lens: tuple[int, ...]
+    used_bytes: int
+    mapped_bytes: int
+
+
+class Engine:
+    """Serves many requests with one model by continuous batching, K and V in a `SlicedKVCache`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of the Llama family in evaluation mode. Its attention is set to "slicedkv" until
+        `close`; do not use it otherwise meanwhile.
+    tokenizer : PreTrainedTokenizerBase, optional
+        Lets prompts be strings.
+    max_batch_size, max_seq_len : int
+        Slots, and the longest request in tokens.
+    max_tokens_per_step : int, optional
+        Longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
+    backend : str
+        Attention backend, see `open_backend`.
+    on_step : callable, optional
+        Called with an `EngineStep` after each step.
+    **cache_kwargs
+        Further arguments of `SlicedKVCache`, such as `memory_limit` and `layout`.
+
+    Raises
+    ------
+    ConfigError
+        An argument does not fit the model; nothing stays open.
+
+    Notes
+    -----
+    Use it from one thread. `step` waits for the GPU to learn the tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens_per_step: int | None = None,
+        backend: str = "auto",
+        on_step: Callable[[EngineStep], None] | None = None,
+        **cache_kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.on_step = on_step
+        self.num_steps = 0
+        self._num_requests = 0
+        self._eos_ids = _eos_ids(model)
+        self._closed = False
+        self.cache: SlicedKVCache = cache_for_model(model, max_batch_size, max_seq_len, **cache_kwargs)
+        try:
+            budget = max(512, max_batch_size) if max_tokens_per_step is None else max_tokens_per_step
+            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget)
+            heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
+            self.backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
+            self._runner = ModelRunner(model, self.backend)
+        except BaseException:
+            self.cache.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Engine(running={len(self.scheduler.running)}, waiting={len(self.scheduler.waiting)})"
+
+    @property
+    def idle(self) -> bool:
+        """True when every request is finished."""
+        return self.scheduler.idle
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt, a string or token ids. `step`, `stream` or `run` will serve it.
+
+        Raises
+        ------
+        ConfigError
+            The prompt is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`.
+        CapacityError
+            The request could outgrow all the cache's memory.
+        StateError
+            The engine is closed.
+        """
+        self._check_open()
+        request = Request(self._num_requests, self._tokenize(prompt), params or SamplingParams(), self._eos_ids)
+        vocabulary = decoder_config(self._runner.model).vocab_size
+        check_int("prompt token", max(request.prompt_ids), 0, vocabulary - 1)
+        self.scheduler.add(request)
+        self._num_requests += 1
+        return request
+
+    def step(self) -> list[Event]:
+        """Compute one step and return the new tokens, in packed order; an empty list when there were none.
+
+        Raises
+        ------
+        OutOfPagesError
+            See `Scheduler.schedule`. The requests stay queued.
+        StateError
+            The engine is closed.
+        """
+        self._check_open()
+        start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        logits = self._runner.forward(plan)
+        ready = self.scheduler.complete(plan)
+        events = []
+        for request, token in zip(ready, sample(logits, ready), strict=True):
+            request.accept(token)
+            events.append(Event(request, token, request.finish_reason))
+        seq_lens = tuple(request.num_computed for request in self.scheduler.running)
+        mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
+        self.scheduler.retire()
+        if self.on_step:
+            record = EngineStep(
+                index=self.num_steps,
+                seconds=time.perf_counter() - start,
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_tokens=plan.num_tokens,
+                num_preemptions=self.scheduler.num_preemptions - preemptions,
+                seq_lens=seq_lens,
+                used_bytes=sum(seq_lens) * self.cache.layout.token_bytes,
+                mapped_bytes=mapped_bytes,
+            )
+            self.on_step(record)
+        self.num_steps += 1
+        return events
+
+    def run(self) -> None:
+        """Serve everything that was submitted."""
+        while not self.idle:
+            self.step()
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """Yield a request's tokens as they come, from its first; serves the other requests on the way."""
+        given = 0
+        while True:
+            while given < len(request.output_ids):
+                yield request.output_ids[given]
+                given += 1
+            if request.finished:
+                return
+            self.step()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[list[int]]:
+        """Serve prompts, with common or individual parameters, and return the generated tokens of each."""
+        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ConfigError(
+                f"{len(prompts)} prompts came with {len(each)} parameters; give one for each, or one for all"
+            )
+        requests: list[Request] = []
+        try:
+            requests.extend(self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True))
+            self.run()
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+        return [request.output_ids for request in requests]
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its slot is free for others. Does nothing when it is finished."""
+        self.scheduler.abort(request)
+
+    def close(self) -> None:
+        """Abort what is left, give the model its attention back and free all memory. The second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for request in [*self.scheduler.waiting, *self.scheduler.running]:
+                self.scheduler.abort(request)
+        finally:
+            self._runner.close()
+            self.cache.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this engine is closed; open a new one")
+
+    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ConfigError("the prompt is a string; pass token ids, or open the engine with a tokenizer")
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        return ids
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The model's end-of-text tokens, which configs give as a number, a list or not at all."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()

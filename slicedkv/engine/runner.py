@@ -1,0 +1,87 @@
+"""One forward of a model over a packed step. Knows the model and the attention backend; neither queues nor pages."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..attention import AttentionBackend, Batch
+from ..errors import ConfigError, StateError
+from ..integrations.transformers import ATTENTION_NAME
+from .scheduler import StepPlan
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Runs a model with its attention set to "slicedkv" until `close`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model in evaluation mode.
+    backend : AttentionBackend
+        Over the cache that the scheduler steps.
+
+    Raises
+    ------
+    ConfigError
+        The model is in training mode.
+    StateError
+        Another engine uses the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+        if model.training:
+            raise ConfigError("the model is in training mode; call model.eval()")
+        if model.config._attn_implementation == ATTENTION_NAME:
+            raise StateError("another engine uses the model; close it first")
+        self.model = model
+        self.backend = backend
+        self._former_attention = model.config._attn_implementation
+        model.set_attn_implementation(ATTENTION_NAME)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Tensor:
+        """Compute a step, K and V going to the cache.
+
+        Returns
+        -------
+        Tensor
+            ``[n, vocabulary]``: logits after the last token of the `n` requests whose pending tokens end here, in
+            packed order.
+        """
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            raise StateError(
+                f"the model's attention was set to {self.model.config._attn_implementation!r} while an engine uses it"
+            )
+        requests = plan.requests
+        tokens = [t for request, n in zip(requests, plan.q_lens, strict=True) for t in request.pending_ids(n)]
+        ends = accumulate(plan.q_lens)
+        rows = [end - 1 for r, n, end in zip(requests, plan.q_lens, ends, strict=True) if n == r.num_pending]
+        batch = Batch(
+            [-1 if request.reqid is None else request.reqid for request in requests],
+            plan.q_lens,
+            [request.num_computed + n for request, n in zip(requests, plan.q_lens, strict=True)],
+        )
+        self.backend.plan(batch)
+        # The head runs on the wanted rows only: logits of every prompt token would be the largest tensor of the step.
+        output = self.model(
+            input_ids=self._tensor(tokens)[None],
+            position_ids=self._tensor(batch.positions())[None],
+            use_cache=False,
+            logits_to_keep=self._tensor(rows),
+            slicedkv_backend=self.backend,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def close(self) -> None:
+        """Give the model its former attention back."""
+        self.model.set_attn_implementation(self._former_attention)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.backend.device, non_blocking=True)

@@ -1,0 +1,143 @@
+"""The engine on a GPU: eight layers of Llama-3-8B, random weights, bf16, against the model itself; and all memory back."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+MAX_TOKENS = 40
+# In bf16 another order of summation moves a logit by a few percent of their spread; see tests/unit/test_engine_tokens.py.
+TIE = 0.1
+
+
+@pytest.fixture(scope="module")
+def model(cuda_device):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        initializer_range=0.03,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(5)
+    with torch.device(cuda_device):
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def generate(model, ids, **cache):
+    """Greedy tokens of each row."""
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **cache,
+    )
+    return found[:, ids.shape[1] :].tolist()
+
+
+def count_ties(model, prompt, tokens):
+    """Feed a request's tokens to the model at once: each must be the likeliest, or so close that rounding decides.
+
+    Returns how many were not the likeliest.
+    """
+    ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
+    with torch.inference_mode():
+        logits = model(ids, logits_to_keep=len(tokens)).logits[0].float()
+    best = logits.max(dim=-1).values
+    gaps = (best - logits[torch.arange(len(tokens)), tokens]) / logits.std(dim=-1)
+    assert float(gaps.max()) < TIE, (
+        f"token {int(gaps.argmax())} lies {float(gaps.max()):.3f} spreads below the likeliest"
+    )
+    return int((gaps > 0).sum())
+
+
+def check(model, prompts, found):
+    ties = sum(count_ties(model, prompt, tokens) for prompt, tokens in zip(prompts, found, strict=True))
+    total = sum(map(len, found))
+    print(f"{ties} of {total} tokens are not the likeliest, each within {TIE} spreads of it")
+    assert total == len(prompts) * MAX_TOKENS
+    assert ties <= total // 10
+    return ties
+
+
+def serve(engine, prompts):
+    from slicedkv.engine import SamplingParams
+
+    found = engine.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    assert engine.cache.stats().active_slots == 0
+    engine.cache.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
+def test_engine_equals_dynamic_cache_and_gives_memory_back(model, record_property, layout):
+    from slicedkv.engine import Engine
+
+    random = torch.Generator().manual_seed(1)
+    # A row of K is 16 KiB, so 128 tokens fill a page (64 interleaved, 1024 in a plane of one layer).
+    lengths = [125, 1500, 17, 500, 120, 900, 3, 250]
+    prompts = [torch.randint(3, 1024, (length,), generator=random).tolist() for length in lengths]
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    # Enough for the longest request (1539 tokens: 26, 25 or 32 pages) and little more.
+    limit = {"sliced": 36, "interleaved": 36, "per_layer": 48}[layout] * 2 * MIB
+    options = {"max_batch_size": 4, "max_seq_len": 2048, "max_tokens_per_step": 512, "memory_limit": limit}
+    with Engine(model, layout=layout, **options) as engine:
+        found = serve(engine, prompts)
+        stats = engine.cache.stats()
+        assert 0 < stats.mapped_bytes <= limit
+        preemptions = engine.scheduler.num_preemptions
+    print(f"{layout}: {preemptions} preemptions")
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
+    assert model.config._attn_implementation == "sdpa"
+    record_property("ties", check(model, prompts, found))
+
+
+def test_preemption_on_the_gpu(model):
+    """Three requests that fill a page each, in memory for three pages: growth takes pages from the youngest."""
+    from slicedkv.engine import Engine
+
+    random = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 1024, (length,), generator=random).tolist() for length in (125, 120, 60, 135, 20)]
+    options = {"max_batch_size": 3, "max_seq_len": 512, "max_tokens_per_step": 64, "memory_limit": 3 * 2 * 2 * MIB}
+    with Engine(model, **options) as engine:
+        found = serve(engine, prompts)
+        assert engine.scheduler.num_preemptions > 0
+        assert engine.cache.stats().pages_reused > 0
+    check(model, prompts, found)
+
+
+def test_generate_with_a_sliced_cache(model, cuda_device):
+    from slicedkv.integrations.transformers import SlicedTransformersCache, cache_for_model
+
+    ids = torch.randint(3, 1024, (3, 200), device=cuda_device)
+    with cache_for_model(model, 4, 512, memory_limit="1GiB") as sliced:
+        assert sliced.device.type == "cuda"
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        with SlicedTransformersCache(sliced) as cache:
+            found = generate(model, ids, **{name: cache})
+        sliced.check_integrity()
+    check(model, ids.tolist(), found)

@@ -1,0 +1,108 @@
+"""`Batch`, the choice of a backend, and what both refuse before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slicedkv.attention import Batch, available_backends, open_backend
+from slicedkv.attention.base import Lane
+from slicedkv.errors import BackendUnavailableError, ConfigError, StateError
+
+
+def test_batch_describes_packed_rows():
+    batch = Batch([4, -1, 0, 2], [3, 2, 0, 1], [5, 0, 7, 9])
+    assert batch.total_q == 6
+    assert batch.cu_q_lens == (0, 3, 5, 5, 6)
+    assert batch.positions() == [2, 3, 4, 0, 0, 8]
+    assert batch.lanes() == [Lane(4, 0, 3, 5), Lane(2, 5, 6, 9)]
+    assert (batch.lanes()[0].q_len, batch.lanes()[0].past_len) == (3, 2)
+    assert Batch([], [], []).total_q == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([0, 1], [1], [1, 1]), "2, 1 and 2"),
+        (([0], [2], [1]), "q_len is 2"),
+        (([0], [-1], [1]), "q_len is -1"),
+        (([0], [1], [-3]), "seq_len is -3"),
+        (([-2], [1], [1]), "reqid is -2"),
+        (([3, 3], [1, 1], [1, 1]), "reqid 3"),
+        (([0.5], [1], [1]), "reqid is 0.5"),
+        (([True], [1], [1]), "reqid is True"),
+    ],
+)
+def test_batch_refuses(arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        Batch(*arguments)
+
+
+def test_padded_lanes_may_repeat():
+    assert Batch([-1, -1], [1, 1], [0, 0]).lanes() == []
+
+
+def test_plan_refuses_what_does_not_fit_and_keeps_the_former(make_cache):
+    backend = open_backend("sdpa", make_cache(), num_qo_heads=2)
+    with pytest.raises(StateError, match="plan"):
+        backend.append(0, torch.zeros(1, 2, 16), torch.zeros(1, 2, 16))
+    backend.cache.step({backend.cache.alloc_reqid(): 2})
+    backend.plan(Batch([0], [2], [2]))
+    with pytest.raises(ConfigError, match="reqid is 6"):
+        backend.plan(Batch([6], [1], [1]))
+    with pytest.raises(ConfigError, match="seq_len of reqid 0 is 401"):
+        backend.plan(Batch([0], [1], [401]))
+    backend.append(0, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_wrong_tensors_are_named_and_nothing_is_written(make_cache, name):
+    cache = make_cache()
+    cache.step({cache.alloc_reqid(): 4})
+    cache.k(1)[0, :4] = 7
+    cache.v(1)[0, :4] = 7
+    backend = open_backend(name, cache, num_qo_heads=4)
+    backend.plan(Batch([0], [2], [4]))
+    good, q = torch.zeros(2, 2, 16), torch.zeros(2, 4, 16)
+    for k, v, named in [
+        (good[:1], good, "k has shape"),
+        (good, torch.zeros(2, 4, 16), "v has shape"),
+        (good, good.half(), "v is torch.float16"),
+        (good.to("meta"), good, "k is on meta"),
+    ]:
+        with pytest.raises(ConfigError, match=named):
+            backend.append(1, k, v)
+    for bad, out, named in [
+        (q[:, :2], None, "q has shape"),
+        (q.double(), None, "q is torch.float64"),
+        (q, q[:1], "out has shape"),
+        (q, q.to("meta"), "out is on meta"),
+    ]:
+        with pytest.raises(ConfigError, match=named):
+            backend.run(1, bad, out)
+    with pytest.raises(ConfigError, match="layer is 3"):
+        backend.append(3, good, good)
+    assert bool((cache.k(1)[0, :4] == 7).all())
+    assert bool((cache.v(1)[0, :4] == 7).all())
+
+
+def test_constructor_refuses(make_cache):
+    with pytest.raises(ConfigError, match="num_qo_heads is 3"):
+        open_backend("sdpa", make_cache(), num_qo_heads=3)
+    with pytest.raises(ConfigError, match="num_qo_heads is 0"):
+        open_backend("sdpa", make_cache(), num_qo_heads=0)
+    with pytest.raises(ConfigError, match="compute_dtype"):
+        open_backend("reference", make_cache(), num_qo_heads=2, compute_dtype=torch.float16)
+
+
+def test_choice_of_a_backend(make_cache):
+    assert open_backend("auto", make_cache(), num_qo_heads=2).name == "sdpa"
+    assert open_backend("auto", make_cache(dtype=torch.float8_e5m2), num_qo_heads=2).name == "reference"
+    with pytest.raises(BackendUnavailableError, match="float8"):
+        open_backend("sdpa", make_cache(dtype=torch.float8_e5m2), num_qo_heads=2)
+    with pytest.raises(ConfigError, match="'cudnn'"):
+        open_backend("cudnn", make_cache(), num_qo_heads=2)
+    reasons = available_backends(dtype=torch.float8_e4m3fn)
+    assert list(reasons) == ["sdpa", "reference"]
+    assert reasons["reference"] is None
+    assert "float8" in str(reasons["sdpa"])
