@@ -50,9 +50,9 @@ class Pace:
     interval_s : float
         Time between two steps; smoothed, pauses left out.
     page_s : float
-        Driver time of one mapping; smoothed.
+        Driver time of one mapping; falls quickly and rises slowly, so that waits for the GIL are not taken for it.
     latency_s : float
-        From the step that asks until the mapper has mapped, less the mapping itself; a slowly decaying maximum.
+        From the step that asks until the mapper has mapped, less `page_s` for each mapping; a decaying maximum.
     margin_tokens : int
         Added after a stall that lookahead should have prevented; shrinks again while there is none.
     """
@@ -78,11 +78,12 @@ class Pace:
             self.margin_tokens -= 1
             self._calm_steps = 0
 
-    def mapped(self, mappings: int, seconds: float, latency_s: float) -> None:
-        """Note that the mapper made `mappings` mappings in `seconds`, `latency_s` after it was asked."""
-        if mappings:
-            self.page_s += 0.2 * (seconds / mappings - self.page_s)
-            self.latency_s = max(latency_s, self.latency_s * _LATENCY_DECAY)
+    def mapped(self, mappings: int, seconds: float, since_asked_s: float | None) -> None:
+        """Note that the mapper made `mappings` mappings in `seconds`, done `since_asked_s` after a step asked."""
+        sample = seconds / mappings
+        self.page_s += (0.5 if sample < self.page_s else 0.02) * (sample - self.page_s)
+        if since_asked_s is not None:
+            self.latency_s = max(since_asked_s - mappings * self.page_s, self.latency_s * _LATENCY_DECAY, 0.0)
 
     def stalled(self) -> None:
         """Note a stall that lookahead should have prevented."""

@@ -47,6 +47,7 @@ class Mapper:
         self._news = False
         self._stopped = False
         self._asked_at: float | None = None
+        self._answering: float | None = None
         self.failure: Exception | None = None
         self._failed = False
 
@@ -156,8 +157,8 @@ class Mapper:
             work = self._planner.next()
         except Exception as error:
             self._keep(error)
-        if work is None:
-            self._asked_at = None
+        # A step that asks from now on is answered by the next batch, not by this one.
+        self._answering, self._asked_at = self._asked_at, None
         return work
 
     def _keep(self, error: Exception) -> None:
@@ -181,9 +182,9 @@ class Mapper:
                 self._state.counters.hidden_map_us += seconds * 1e6
             else:
                 self._state.counters.critical_map_us += seconds * 1e6
-            if work.reason == "lookahead" and self._asked_at is not None:
+            if work.reason == "lookahead":
                 mappings = sum(pages for _, pages in work.growths) * self._state.layout.num_planes
-                latency = time.perf_counter() - self._asked_at - seconds
-                self._state.pace.mapped(mappings, seconds, latency)
-                self._asked_at = None
+                asked = self._answering
+                since_asked = None if asked is None else time.perf_counter() - asked
+                self._state.pace.mapped(mappings, seconds, since_asked)
         return True

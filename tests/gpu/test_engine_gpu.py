@@ -1,4 +1,4 @@
-"""The engine on a GPU: eight layers of Llama-3-8B, random weights, bf16, against the model itself; and all memory back."""
+"""The engine on a GPU: eight layers of Llama-3-8B in bf16 against the model itself, and all memory back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 MAX_TOKENS = 40
-# In bf16 another order of summation moves a logit by a few percent of their spread; see tests/unit/test_engine_tokens.py.
+# In bf16 another order of summation moves a logit by a few percent of their spread; see test_engine_tokens.py.
 TIE = 0.1
 
 

@@ -46,7 +46,7 @@ def test_distance_is_between_two_tokens_and_a_page() -> None:
 
 def test_latency_and_stalls_widen_it() -> None:
     found = pace(0.005, 40e-6)
-    found.mapped(2, 80e-6, 0.010)
+    found.mapped(2, 80e-6, 0.010 + 80e-6)
     assert found.distances([5], 2, 32)[0] == 4
     found.stalled()
     assert found.distances([5], 2, 32)[0] == 5
@@ -62,3 +62,13 @@ def test_interval_follows_short_gaps_at_once_and_ignores_pauses() -> None:
     assert found.interval_s == pytest.approx(0.005, rel=0.1)
     found.step_at(100.0)
     assert found.interval_s == pytest.approx(0.005, rel=0.1)
+
+
+def test_waits_for_the_gil_are_latency_and_not_mapping_time() -> None:
+    found = pace(0.005, 40e-6)
+    for _ in range(50):
+        found.mapped(16, 16 * 40e-6 + 0.005, 0.010 + 16 * 40e-6)
+        found.mapped(16, 16 * 40e-6, 0.005 + 16 * 40e-6)
+    assert found.page_s < 60e-6
+    assert 0.004 < found.latency_s < 0.011
+    assert max(found.distances(sorted(index % 32 for index in range(256)), 2, 32)) <= 5
