@@ -36,6 +36,7 @@ def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str,
         for _ in range(slots):
             cache.alloc_reqid()
         cache.step(lens)
+        device.launch()()  # the prompts take at least as long as a step
         before = cache.stats()
         waits, calls, held = [], [], []
         for index in range(steps):

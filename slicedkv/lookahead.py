@@ -60,7 +60,7 @@ class Pace:
     def __init__(self) -> None:
         self.interval_s = 0.01
         self.page_s = 40e-6
-        self.latency_s = 0.0
+        self.latency_s = 0.01  # until it is measured
         self.margin_tokens = 0
         self._last_step: float | None = None
         self._calm_steps = 0

@@ -22,7 +22,7 @@ def test_latest_start_is_backward_scheduling(slack: list[int], work: float) -> N
 
 def pace(interval_s: float, page_s: float) -> Pace:
     found = Pace()
-    found.interval_s, found.page_s = interval_s, page_s
+    found.interval_s, found.page_s, found.latency_s = interval_s, page_s, 0.0
     return found
 
 
