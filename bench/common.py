@@ -61,7 +61,7 @@ def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str
         "versions": versions(),
         "date": date.today().isoformat(),
         "commit": options.commit or commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python bench/{Path(sys.argv[0]).name}" + (" --quick" if options.quick else ""),
         **more,
         "rows": list(rows),
     }

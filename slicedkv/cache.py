@@ -63,6 +63,7 @@ class SlicedKVCache(Closeable):
         memory_limit: int | float | str | None = None,
         page_bytes: int | None = None,
         extent_pages: int = 16,
+        ready_pages: int = 0,
         layout: LayoutKind = "sliced",
         mapper: MapperKind = "background",
         lookahead_tokens: int | None = None,

@@ -38,6 +38,7 @@ def check_fraction(name: str, value: Any) -> float:
 
 
 def check_bool(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be True or False")
     return value

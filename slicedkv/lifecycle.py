@@ -108,8 +108,8 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
     ------
     ConfigError
         An argument contradicts the pool or the device; nothing stays open.
-    DriverError
-        The addresses could not be reserved.
+    DriverError, OutOfPagesError
+        The addresses could not be reserved; the device has no memory for `ready_pages`.
     """
     owned = pool is None
     pool = open_pool(config) if pool is None else pool
@@ -117,6 +117,8 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
         _check_pool(config, pool, owned=owned)
         layout = config.kv_layout(pool.page_bytes)
         backing = Backing(layout, pool)
+        with pool.gate.work("opening"):
+            pool.stock(config.ready_pages)
     except BaseException:
         if owned:
             pool.driver.close()

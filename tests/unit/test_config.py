@@ -31,6 +31,7 @@ BAD = [
     *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", True, [])],
     *[("page_bytes", value) for value in (0, -4096, 4096.0, "2MiB", 4097)],
     *[("extent_pages", value) for value in (0, 1.5)],
+    *[("ready_pages", value) for value in (-1, 1.5)],
     *[("layout", value) for value in ("paged", None)],
     *[("mapper", value) for value in ("async", None)],
     *[("lookahead_tokens", value) for value in (-1, 129, 1.5)],

@@ -301,3 +301,13 @@ def test_requests_that_start_on_mapped_pages_are_looked_ahead_for_too(open_cache
             settle(cache)
         cache.free_reqid(reqid)
     assert cache.stats().stalls == 0
+
+
+def test_ready_pages_are_created_when_the_cache_opens(open_cache: Open) -> None:
+    cache, driver, _ = open_cache(ready_pages=300, mapper="sync")
+    assert cache.stats().free_bytes == 300 * PAGE
+    assert driver.counts["create"] == 300
+    reqids = [cache.alloc_reqid() for _ in range(4)]
+    assert cache.step(dict.fromkeys(reqids, 37 * TOKENS))
+    assert driver.counts["create"] == 300
+    assert open_cache(ready_pages=10**9, limit_pages=40, mapper="sync")[0].stats().free_bytes == 40 * PAGE

@@ -1,0 +1,126 @@
+"""What each driver call costs, and how long the slowest take.
+
+    python bench/map_ops.py [--device cuda] [--quick]
+
+Calls are made singly and timed one by one; `slow` counts those of more than 5 ms. Beside them a process that does
+nothing but look at the clock tells how long the machine itself stops now and then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import parser, percentiles, progress, show, write_result
+from spin import Device
+
+from slicedkv.vmm import Driver, open_driver
+
+Row = dict[str, Any]
+SLOW_S = 0.005
+
+
+def timed(seconds: list[float], call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call, note the time it took, and return what it returned."""
+    begun = time.perf_counter()
+    result = call(*arguments)
+    seconds.append(time.perf_counter() - begun)
+    return result
+
+
+def calls(driver: Driver, num_bytes: int, count: int) -> dict[str, list[float]]:
+    """Seconds of `count` calls of each verb for handles of `num_bytes`."""
+    found: dict[str, list[float]] = {verb: [] for verb in ("create", "map", "unmap", "release")}
+    address = driver.reserve(count * num_bytes)
+    handles = [timed(found["create"], driver.create, num_bytes) for _ in range(count)]
+    for index, handle in enumerate(handles):
+        timed(found["map"], driver.map_run, address + index * num_bytes, (handle,), num_bytes)
+    for index in range(count):
+        timed(found["unmap"], driver.unmap_run, address + index * num_bytes, num_bytes)
+    for handle in handles:
+        timed(found["release"], driver.release, handle)
+    driver.free_reservation(address, count * num_bytes)
+    return found
+
+
+@contextmanager
+def gpu_at_work(device: Device, *, at_work: bool) -> Iterator[None]:
+    """Keep a spin kernel on the GPU for about two seconds."""
+    if at_work and device.is_cuda:
+        for _ in range(400):
+            device.launch()
+    yield
+
+
+def watch(until: float, pauses: Any) -> None:
+    """Look at the clock until `until` and send the gaps between two looks that are over 1 ms."""
+    found = []
+    last = time.monotonic()
+    while last < until:
+        now = time.monotonic()
+        if now - last > 0.001:
+            found.append(now - last)
+        last = now
+    pauses.put(found)
+
+
+def measure(device: Device, quick: bool) -> Iterator[Row]:
+    """Every verb, for pages and extents, with the GPU idle and at work; then the machine's own pauses."""
+    driver = open_driver(device.name)
+    page = max(driver.granularity, 2 << 20)
+    count = 500 if quick else 4000
+    pauses: Any = multiprocessing.get_context("spawn").Queue()
+    seconds = 3.0 if quick else 12.0
+    watcher = multiprocessing.get_context("spawn").Process(
+        target=watch, args=(time.monotonic() + seconds + 1.0, pauses)
+    )
+    watcher.start()
+    for pages in (1, 16):
+        for at_work in (False, True) if device.is_cuda else (False,):
+            progress(f"calls: handles of {pages} pages, GPU {'at work' if at_work else 'idle'}")
+            with gpu_at_work(device, at_work=at_work):
+                times = calls(driver, pages * page, count // (1 if device.is_cuda else 8) // pages)
+            for verb, taken in times.items():
+                p50, p99 = percentiles(taken, 0.5, 0.99)
+                yield {
+                    "measure": "calls",
+                    "verb": verb,
+                    "handle_bytes": pages * page,
+                    "gpu": "at work" if at_work else "idle",
+                    "calls": len(taken),
+                    "us_p50": p50 * 1e6,
+                    "us_p99": p99 * 1e6,
+                    "us_max": max(taken) * 1e6,
+                    "slow": sum(one > SLOW_S for one in taken),
+                }
+    driver.close()
+    progress("pauses of the machine")
+    found = pauses.get()
+    watcher.join()
+    yield {
+        "measure": "pauses",
+        "seconds": seconds,
+        "over_1_ms": len(found),
+        "over_5_ms": sum(one > SLOW_S for one in found),
+        "ms_max": max(found, default=0.0) * 1e3,
+    }
+
+
+def main() -> None:
+    """Measure, print each row as it comes, and write them."""
+    options = parser(__doc__ or "").parse_args()
+    rows = []
+    for row in measure(Device(options.device), options.quick):
+        rows.append(row)
+        show(row)
+    print(write_result("map_ops", options, rows))
+
+
+if __name__ == "__main__":
+    main()
