@@ -138,8 +138,8 @@ class LengthTable:
 
     def reset_all(self) -> None:
         """Forget all requests, so that no length counts as mapped."""
-        for column in (self._touched, self._backed, self._trigger):
-            column.zero_()
+        for slot in range(len(self.touched)):
+            self.reset(slot)
 
 
 def _indices(mask: torch.Tensor) -> list[int]:

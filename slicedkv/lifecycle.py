@@ -17,7 +17,7 @@ from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
 from .errors import ConfigError, StateError
 from .lengths import LengthTable
-from .mapper import Mapper
+from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
 from .slots import SlotTable
 from .state import CacheState
@@ -184,3 +184,4 @@ def _close_all() -> None:
     for opened in list(_opened):
         with suppress(Exception):
             opened.close()
+    wait_for_finishing()

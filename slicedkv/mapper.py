@@ -16,11 +16,20 @@ from contextlib import suppress
 from .errors import OutOfPagesError, StateError
 from .planner import Planner, Work
 
-__all__ = ["Mapper"]
+__all__ = ["Mapper", "wait_for_finishing"]
 
 _FENCE_POLL_S = 0.002
 _JOIN_TIMEOUT_S = 4.0
 _FINISH_TRIES = 5
+
+_finishing: set[_thread.LockType] = set()
+"""A lock for each thread of `finish_elsewhere`, held while it runs."""
+
+
+def wait_for_finishing() -> None:
+    """Wait, for a bounded time, until every `finish_elsewhere` is done: the interpreter must not end under it."""
+    for running in list(_finishing):
+        running.acquire(timeout=_JOIN_TIMEOUT_S)
 
 
 class Mapper:
@@ -106,13 +115,21 @@ class Mapper:
             raise StateError(f"the mapper did not end within {_JOIN_TIMEOUT_S:g} s; a driver call hangs")
 
     def finish_elsewhere(self, finish: Callable[[], None]) -> None:
-        """Run `finish` on a thread of its own, without waiting and without taking a lock; failures are tried again."""
+        """Run `finish` on a thread of its own, without waiting and without taking a lock; failures are tried again.
+
+        `wait_for_finishing` waits for its end.
+        """
+        running = _thread.allocate_lock()
+        running.acquire()
+        _finishing.add(running)
 
         def run() -> None:
             for _ in range(_FINISH_TRIES):
                 with suppress(Exception):
                     finish()
-                    return
+                    break
+            _finishing.discard(running)
+            running.release()
 
         # threading.Thread takes locks of its own, which the thread that collects may hold.
         with suppress(RuntimeError):  # the interpreter is at its end, and so is all memory
