@@ -1,0 +1,299 @@
+"""A cache on real host memory, driven at random, against a plain dictionary: no token of any request is ever lost.
+
+Every row of every layer of K and V is stamped when `step` makes it available, and all stamps of all active requests
+are read again after each rule, with failures injected into the driver, limits moved and memory taken back in between.
+What is drawn never depends on what the cache did, so that the timing of the mapper's thread changes no example.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
+from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.host import HostDriver
+
+LAYERS, SLOTS, TOKENS = 3, 4, 200
+FULL_PAGES = 96
+"""Pages behind four full slots, with every layout and page size below."""
+HEAD_DIM = {mmap.PAGESIZE: 20 * mmap.PAGESIZE // 4096, 64 << 10: 320}
+"""With these a page holds 17 rows and a part of the 18th."""
+
+lengths = st.integers(0, TOKENS)
+picks = st.integers(0, SLOTS - 1)
+deltas = st.one_of(st.none(), st.integers(-20, 3), st.integers(10, 120))
+
+
+@dataclass
+class Request:
+    """The model of one request: its slot, its number, and how many tokens it had at most and has asked for."""
+
+    reqid: int
+    serial: int
+    tokens: int = 0
+    wanted: int = 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rules are the public calls; the model is the list of active requests, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[Request] = []
+        self.serial = 0
+        self.faulty = 0
+
+    @initialize(
+        page_bytes=st.sampled_from(sorted(HEAD_DIM)),
+        extent_pages=st.sampled_from([1, 4]),
+        limit_pages=st.integers(FULL_PAGES // 8, FULL_PAGES // 2),
+        layout=st.sampled_from(["sliced", "interleaved", "per_layer"]),
+        mapper=st.sampled_from(["sync", "background"]),
+        guard_tokens=st.sampled_from([0, 3]),
+        lookahead_tokens=st.sampled_from([None, 0, 5, 40]),
+        eager_tokens=st.sampled_from([0, 50, "auto"]),
+        reclaim_watermark=st.sampled_from([0.0, 0.1, 0.5]),
+    )
+    def open(self, page_bytes: int, extent_pages: int, limit_pages: int, mapper: str, **options: Any) -> None:
+        self.driver = FaultyDriver(HostDriver(), record=False)
+        self.page_bytes, self.limit_pages, self.in_step = page_bytes, limit_pages, mapper == "sync"
+        pool = PagePool(
+            self.driver, page_bytes=page_bytes, memory_limit=limit_pages * page_bytes, extent_pages=extent_pages
+        )
+        shape = {"num_layers": LAYERS, "num_kv_heads": 1, "head_dim": HEAD_DIM[page_bytes], "dtype": torch.float32}
+        self.cache = SlicedKVCache(
+            **shape, max_batch_size=SLOTS, max_seq_len=TOKENS, mapper=mapper, pool=pool, **options
+        )
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """True when nothing happens behind our back, so that what the cache says now holds until the next call."""
+        return self.in_step and not self.faulty
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call, and call again while an injected failure shows up, here or in the background before."""
+        for _ in range(4):
+            try:
+                return method(*arguments)
+            except DriverError as error:
+                if not self.faulty or "injected" not in str(error):
+                    raise
+                self.check()
+        raise AssertionError("one injected failure was raised four times")
+
+    def pick(self, index: int) -> Request:
+        return self.requests[index % len(self.requests)]
+
+    def has_its_wish(self, request: Request) -> bool:
+        """True when all that was prefetched is mapped; otherwise the next call may take memory for it."""
+        return self.cache._state.backing.mapped(request.reqid) >= self.cache.layout.pages_for(request.wanted)
+
+    def rows(self, request: Request, first: int, layer: int, kv: int) -> torch.Tensor:
+        """What the rows from `first` on of a request hold: a number for request, token, layer and K or V."""
+        tokens = torch.arange(first, request.tokens, dtype=torch.float32).view(-1, 1, 1)
+        return ((request.serial * LAYERS + layer) * 2 + kv) * TOKENS + tokens
+
+    def grown(self, request: Request, length: int) -> None:
+        """A step was True: stamp the tokens that are new, and write the guard rows, which must be mapped too."""
+        first, request.tokens = request.tokens, max(request.tokens, length)
+        guard = slice(request.tokens, request.tokens + self.cache.layout.guard_tokens if request.tokens else 0)
+        for layer in range(LAYERS):
+            for kv, view in enumerate((self.cache.k(layer), self.cache.v(layer))):
+                view[request.reqid, first : request.tokens] = self.rows(request, first, layer, kv)
+                view[request.reqid, guard] = -1.0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.requests) < SLOTS)
+    @rule(seq_len=st.one_of(st.just(0), lengths), step=st.booleans())
+    def alloc(self, seq_len: int, step: bool) -> None:
+        admitted = self.cache.can_admit(seq_len) and all(map(self.has_its_wish, self.requests))
+        request = Request(self.call(self.cache.alloc_reqid, seq_len), self.serial, wanted=seq_len)
+        assert request.reqid not in {other.reqid for other in self.requests}
+        self.requests.append(request)
+        self.serial += 1
+        if step and seq_len:
+            ok = self.call(self.cache.step, {request.reqid: seq_len})
+            assert ok or not (self.exact and admitted), "it was said to fit"
+            if ok:
+                self.grown(request, seq_len)
+
+    @precondition(lambda self: len(self.requests) == SLOTS)
+    @rule()
+    def alloc_too_many(self) -> None:
+        with pytest.raises(OutOfSlotsError):
+            self.call(self.cache.alloc_reqid)
+        assert not self.cache.can_admit(0)
+
+    @precondition(lambda self: self.requests)
+    @rule(changes=st.lists(deltas, min_size=SLOTS, max_size=SLOTS), form=st.sampled_from([dict, list, torch, np]))
+    def step(self, changes: list[int | None], form: Any) -> None:
+        self.step_to(
+            {
+                request.reqid: min(max(request.tokens + change, 0), TOKENS)
+                for request, change in zip(self.requests, changes, strict=False)
+                if change is not None
+            },
+            form,
+        )
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks, slack=st.integers(-1, 1), changes=st.lists(deltas, min_size=SLOTS, max_size=SLOTS))
+    def step_to_the_brink(self, index: int, slack: int, changes: list[int | None]) -> None:
+        """One request takes all there is, about, while others grow a little."""
+        layout, request = self.cache.layout, self.pick(index)
+        pairs = zip(self.requests, changes, strict=False)
+        lens = {other.reqid: min(other.tokens + change % 4, TOKENS) for other, change in pairs if change is not None}
+        pages = layout.pages_for(request.tokens) + self.cache.pages_available() // layout.num_planes + slack
+        lens[request.reqid] = min(max(layout.tokens_backed(max(pages, 0)), request.tokens), TOKENS)
+        self.step_to(lens)
+
+    def step_to(self, lens: dict[int, int], form: Any = dict) -> None:
+        vector = [lens.get(reqid, 0) for reqid in range(SLOTS)]
+        given = {dict: lens, list: vector, torch: torch.tensor(vector), np: np.array(vector, dtype=np.int32)}[form]
+        fits = self.cache.pages_needed(given) <= self.cache.pages_available()
+        ok = self.call(self.cache.step, given)
+        if self.exact:
+            assert ok == fits
+        if ok:
+            for request in self.requests:
+                self.grown(request, lens.get(request.reqid, 0))
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks, seq_len=lengths)
+    def prefetch(self, index: int, seq_len: int) -> None:
+        request = self.pick(index)
+        self.call(self.cache.prefetch, request.reqid, seq_len)
+        request.wanted = max(request.wanted, seq_len)
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks)
+    def free(self, index: int) -> None:
+        request = self.pick(index)
+        self.call(self.cache.free_reqid, request.reqid)
+        self.requests.remove(request)
+        with pytest.raises(StateError, match="freed already"):
+            self.call(self.cache.free_reqid, request.reqid)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @rule()
+    def trim(self) -> None:
+        assert self.call(self.cache.trim) >= 0
+        if self.exact:
+            stats = self.cache.stats()
+            assert (stats.free_bytes, stats.idle_bytes, stats.created_bytes) == (0, 0, stats.active_bytes)
+
+    @rule(pages=st.integers(1, FULL_PAGES * 3 // 4))
+    def set_memory_limit(self, pages: int) -> None:
+        try:
+            self.call(self.cache.set_memory_limit, pages * self.page_bytes)
+        except OutOfPagesError:
+            assert self.cache.stats().active_bytes > pages * self.page_bytes
+        else:
+            self.limit_pages = pages
+
+    # --- what must not work -----------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks)
+    def refused(self, index: int) -> None:
+        reqid = self.pick(index).reqid
+        for method, arguments in (
+            ("step", ({reqid: TOKENS + 1},)),
+            ("step", ([-1] * SLOTS,)),
+            ("prefetch", (reqid, TOKENS + 1)),
+            ("alloc_reqid", (TOKENS + 1,)),
+            ("free_reqid", (SLOTS,)),
+            ("set_memory_limit", (0,)),
+        ):
+            with pytest.raises(ConfigError):
+                self.call(getattr(self.cache, method), *arguments)
+        for idle in set(range(SLOTS)) - {request.reqid for request in self.requests}:
+            with pytest.raises(StateError, match=f"reqid {idle} is not active"):
+                self.call(self.cache.step, {reqid: TOKENS, idle: 1})
+
+    @precondition(lambda self: not self.faulty)
+    @rule(
+        rules=st.integers(1, 4),
+        op=st.sampled_from(["create", "map", "set_access", "unmap"]),
+        at=st.integers(1, 4),
+        name=st.sampled_from(["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"]),
+    )
+    def inject(self, rules: int, op: str, at: int, name: str) -> None:
+        """Make one call of the driver fail, should it come within some rules from now."""
+        self.driver.fail(op, at, name)
+        self.faulty = rules + 1
+
+    @invariant()
+    def recover(self) -> None:
+        if self.faulty == 1:
+            self.heal()
+        self.faulty = max(0, self.faulty - 1)
+
+    def heal(self) -> None:
+        """Forget what was injected, and let the mapper's last failure be raised if there is one."""
+        self.driver.heal()
+        self.cache.check_integrity()  # waits for driver work under way, which may have met the failure
+        self.call(self.cache.set_memory_limit, self.limit_pages * self.page_bytes)
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def check(self) -> None:
+        cache = self.cache
+        cache.check_integrity()
+        with cache.pool.gate.work("test"):
+            stats, used_bytes = cache.stats(), self.driver.inner.used_bytes()
+            on_device = Counter(self.driver.inner._ledger._at.values())
+            assert on_device == Counter(cache._state.backing.mapped_handles())
+        assert used_bytes == stats.created_bytes == stats.free_bytes + stats.mapped_bytes
+        assert stats.created_bytes <= stats.memory_limit_bytes == self.limit_pages * self.page_bytes
+        assert stats.active_slots == len(self.requests)
+        assert stats.used_bytes == sum(request.tokens for request in self.requests) * cache.layout.token_bytes
+        assert stats.active_bytes >= sum(cache.layout.bytes_for(request.tokens) for request in self.requests)
+        for request in self.requests:
+            for layer in range(LAYERS):
+                for kv, view in enumerate((cache.k(layer), cache.v(layer))):
+                    found = view[request.reqid, : request.tokens]
+                    assert torch.equal(found, self.rows(request, 0, layer, kv).expand_as(found))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        try:
+            self.heal()
+            self.faulty = 0
+            self.check()
+            while self.requests:
+                self.free(0)
+            end = time.monotonic() + 5
+            while self.cache.trim() or self.cache.stats().created_bytes:
+                assert not self.in_step or self.cache.stats().created_bytes == 0
+                assert time.monotonic() < end, "the mapper must come to rest"
+        finally:
+            self.driver.heal()
+            self.cache.close()
+        self.cache.pool.trim()
+        assert self.driver.inner.used_bytes() == 0
+        self.driver.close()
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=1000, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+TestCache = CacheMachine.TestCase

@@ -1,0 +1,82 @@
+"""A fake device that can be made to fail, a pool on it, and the caches that use it, of Llama-3-8B's shape."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from slicedkv import PagePool, SlicedKVCache
+from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+
+PAGE = 2 << 20
+TOKENS = 32
+"""Tokens in one page."""
+SHAPE: dict[str, Any] = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.float16}
+SHAPE |= {"max_batch_size": 4, "max_seq_len": 4096}
+SMALL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+SMALL |= {"max_batch_size": 2, "max_seq_len": 400, "page_bytes": 65536, "memory_limit": "8MiB"}
+"""A small cache on the host's own memory."""
+
+
+def memory_files() -> int:
+    """Memory files this process has open."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except OSError:
+            continue  # the listing's own
+    return sum("memfd:slicedkv" in link for link in links)
+
+
+def wait_until(true: Callable[[], object], seconds: float = 5.0) -> None:
+    """Look every millisecond whether something is true; fail when it is not in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.001)
+
+
+def mapper_threads() -> int:
+    """Mapper threads of all caches of this process."""
+    return sum(thread.name == "slicedkv-mapper" for thread in threading.enumerate())
+
+
+class Rig:
+    """At the end of its context nothing may be mapped or running any more, and all memory can be given back."""
+
+    def __init__(self, limit_pages: int = 1000, extent_pages: int = 1) -> None:
+        self.fake = FakeDriver(PAGE)
+        self.driver = FaultyDriver(self.fake)
+        self.pool = PagePool(self.driver, page_bytes=PAGE, memory_limit=limit_pages * PAGE, extent_pages=extent_pages)
+        self._threads = mapper_threads()
+
+    def open(self, **options: Any) -> SlicedKVCache:
+        return SlicedKVCache(**(SHAPE | options), pool=self.pool)
+
+    def open_mapping(self, page_s: float = 0.001) -> SlicedKVCache:
+        """A cache whose thread is in the middle of mapping 256 pages for reqid 0."""
+        cache = self.open()
+        self.driver.delay("map", page_s)
+        cache.alloc_reqid(4096)
+        wait_until(lambda: self.driver.counts["map"] > 0)
+        return cache
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.driver.heal()
+        self.driver.on_call = None
+        if kind is not None:
+            return
+        assert self.fake.mapped == 0
+        self.pool.trim()
+        assert self.fake.created_bytes == 0
+        assert mapper_threads() == self._threads
