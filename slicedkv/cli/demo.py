@@ -1,0 +1,135 @@
+"""`slicedkv demo`: SmolLM2 serves requests of different lengths with continuous batching, K and V in a `SlicedKVCache`.
+
+Ties the device, the model, the requests and the report together. Needs no network: the weights lie in a package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from ..checks import check_int
+from ..errors import ConfigError
+from ..layout import KVLayout, LayoutKind
+from .demo_plot import check_plot, draw
+from .demo_prompts import draw_jobs
+from .demo_report import MemoryLog, cache_lines, memory_lines
+from .demo_serve import serve
+from .devices import choose_device
+from .display import open_display
+from .text import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from ..engine import Engine, Request
+
+__all__ = ["add_arguments", "load_model", "run"]
+
+_MODEL = "SmolLM2-135M-Instruct"
+_MAX_SEQ_LEN = 2048
+_LONGEST_TOKENS, _TYPICAL_TOKENS = 704, 256  # of the requests in demo_prompts
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FAST_DTYPE = {"cpu": "float32"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `demo`."""
+    parser.add_argument("--requests", type=int, default=12, help="how many (default: %(default)s)")
+    parser.add_argument("--max-batch-size", type=int, default=4, help="slots (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and lengths; decoding is greedy")
+    parser.add_argument("--device", default="auto", help="host, cuda, cuda:<index> or auto (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="of weights, K and V (default: float32 on a CPU, bfloat16)")
+    parser.add_argument("--layout", default="sliced", choices=get_args(LayoutKind), help="(default: %(default)s)")
+    parser.add_argument("--page-bytes", help="such as 64KiB (default: 2MiB)")
+    parser.add_argument("--memory-limit", help="such as 64MiB, or a fraction of free memory (default: a tight one)")
+    parser.add_argument("--backend", default="auto", help="attention backend (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, default=Path("demo-memory.png"), help="PNG (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve the requests, print their text as it comes, then the tables, and write the plot.
+
+    Raises
+    ------
+    ConfigError, BackendUnavailableError
+        A value is out of range; the device or a package is missing.
+    """
+    for name in ("requests", "max_batch_size", "max_tokens"):
+        check_int(name, getattr(options, name), 1)
+    check_plot(options.plot)
+    device = choose_device(options.device).torch_device
+    engine_options = _engine_options(options)
+    with open_display() as display:
+        dtype = _dtype(options.dtype, device)
+        display.line(f"loading {_MODEL}, {dtype} on {device}")
+        model, tokenizer = load_model(dtype, device)
+        from ..engine import Engine  # after the model: loading it sets up what transformers reads on import
+
+        with Engine(model, tokenizer=tokenizer, max_seq_len=_MAX_SEQ_LEN, **engine_options) as engine:
+            if options.memory_limit is None:
+                engine.cache.set_memory_limit(_tight_limit(engine.cache.layout))
+            log = MemoryLog(engine.cache.layout)
+            engine.on_step = log.record
+            display.line(_opening(engine, options.requests))
+            requests, seconds = serve(engine, draw_jobs(options.requests, options.max_tokens, options.seed), display)
+            stats = engine.cache.stats()
+    summary = _summary(requests, seconds)
+    print(f"\n{summary}\n\n{memory_lines(log)}\n\n{cache_lines(stats, log)}")
+    draw(log, options.plot, f"{_MODEL}, {summary}")
+    print(f"\nwrote {options.plot}")
+    return 0
+
+
+def load_model(dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """Load model and tokenizer."""
+    from ..demo_model import load_smollm2
+
+    return load_smollm2(dtype, device)
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    found = {name: getattr(options, name) for name in ("max_batch_size", "backend", "layout")}
+    if options.page_bytes is not None:
+        found["page_bytes"] = parse_bytes(options.page_bytes)
+    if options.memory_limit is not None:
+        try:
+            found["memory_limit"] = float(options.memory_limit)  # a fraction of the free memory
+        except ValueError:
+            found["memory_limit"] = parse_bytes(options.memory_limit)
+    return found
+
+
+def _tight_limit(layout: KVLayout) -> int:
+    """Room for the longest request and, in the other slots, typical ones: so little that idle pages are taken back."""
+    return layout.bytes_for(_LONGEST_TOKENS) + (layout.max_batch_size - 1) * layout.bytes_for(_TYPICAL_TOKENS)
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    """The dtype of that name; "auto" is the one that the device computes fast."""
+    if name == "auto":
+        name = _FAST_DTYPE.get(device, "bfloat16")
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype is {name!r}; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _opening(engine: Engine, num_requests: int) -> str:
+    layout = engine.cache.layout
+    return (
+        f"{num_requests} requests, {layout.max_batch_size} at a time, K and V {layout.kind} in pages of "
+        f"{format_bytes(layout.page_bytes)}, {layout.tokens_per_page} tokens a page, at most "
+        f"{format_bytes(engine.cache.stats().memory_limit_bytes)}, attention by {engine.backend.name}"
+    )
+
+
+def _summary(requests: list[Request], seconds: float) -> str:
+    prompts = sum(len(request.prompt_ids) for request in requests)
+    answers = sum(len(request.output_ids) for request in requests)
+    preemptions = sum(request.num_preemptions for request in requests)
+    return (
+        f"{len(requests)} requests in {seconds:.1f} s: {prompts:,} prompt tokens, {answers:,} generated "
+        f"({answers / seconds:.0f} a second), {preemptions} preempted"
+    )

@@ -1,0 +1,122 @@
+"""`slicedkv plan`: how many requests fit, and what they waste, for a model's shape. Arithmetic; touches no device."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..config import CacheConfig
+from ..errors import ConfigError
+from ..layout import KVLayout
+from .footprint import Footprint, footprints
+from .text import format_bytes, format_table, parse_bytes
+
+__all__ = ["MODELS", "add_arguments", "run"]
+
+MODELS = {
+    "llama-3-8b": (32, 8, 128),
+    "llama-3-70b": (80, 8, 128),
+    "yi-6b": (32, 4, 128),
+    "yi-34b": (60, 8, 128),
+    "qwen2.5-7b": (28, 4, 128),
+    "smollm2-135m": (30, 3, 64),
+}
+"""Layers, KV heads and head dimension of some public models."""
+
+_SAMPLES = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.add_argument("model", nargs="?", choices=list(MODELS), metavar="model", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--layers", type=int, help="layers, in place of the model's")
+    parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
+    parser.add_argument("--head-dim", type=int, help="dimension of a head")
+    parser.add_argument("--dtype", default="bfloat16", help="of K and V (default: %(default)s)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the heads (default: 1)")
+    parser.add_argument("--max-seq-len", type=int, default=32768, help="longest request (default: %(default)s)")
+    parser.add_argument(
+        "--seq-len", type=int, default=1500, help="length at which requests are counted (default: %(default)s)"
+    )
+    parser.add_argument("--max-batch-size", type=int, default=256, help="slots (default: %(default)s)")
+    parser.add_argument("--memory", default="64GiB", help="for K and V on each GPU (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table.
+
+    Raises
+    ------
+    ConfigError
+        The shape is incomplete, or a value is out of range.
+    """
+    layout = _layout(options)
+    memory_bytes = parse_bytes(options.memory)
+    seq_len = options.seq_len
+    if not 1 <= seq_len <= layout.max_seq_len:
+        raise ConfigError(f"seq_len is {seq_len}; it must be in [1, {layout.max_seq_len}], the longest request")
+    print(
+        f"{options.model or 'model'}: {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim} "
+        f"on each GPU of {options.tensor_parallel}, {options.dtype}: {layout.token_bytes:,} bytes a token in every "
+        f"layout\nrequests of {seq_len:,} tokens ({format_bytes(seq_len * layout.token_bytes)}) in "
+        f"{format_bytes(memory_bytes)}, {layout.max_batch_size:,} slots of {layout.max_seq_len:,} tokens; "
+        "all of it arithmetic, none measured\n"
+    )
+    header = ("layout", "tokens a page", "waste", "mean waste", "largest batch", "virtual addresses")
+    rows = [_row(found, layout, seq_len, memory_bytes) for found in footprints(layout).values()]
+    print(format_table(header, rows))
+    print(
+        f"\nwaste: bytes held by a request of {seq_len:,} tokens beyond its K and V; mean waste: over all lengths up to"
+        f" {layout.max_seq_len:,}\nlargest batch: by memory alone, slots aside"
+    )
+    return 0
+
+
+def _layout(options: argparse.Namespace) -> KVLayout:
+    """The shape on one GPU, validated as a cache would."""
+    shape: dict[str, Any] = dict(
+        zip(("layers", "kv_heads", "head_dim"), MODELS.get(options.model, (None,) * 3), strict=True)
+    )
+    for name in shape:
+        given = getattr(options, name)
+        shape[name] = shape[name] if given is None else given
+    missing = [f"--{name.replace('_', '-')}" for name, value in shape.items() if value is None]
+    if missing:
+        raise ConfigError(f"the model's shape is incomplete: name a model ({', '.join(MODELS)}) or {' '.join(missing)}")
+    config = CacheConfig(
+        num_layers=shape["layers"],
+        num_kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        dtype=options.dtype,
+        max_batch_size=options.max_batch_size,
+        max_seq_len=options.max_seq_len,
+        device=torch.device("cpu"),
+    )
+    heads = _heads_per_gpu(config.num_kv_heads, options.tensor_parallel)
+    return replace(config.kv_layout(2 << 20), num_kv_heads=heads)
+
+
+def _heads_per_gpu(heads: int, gpus: int) -> int:
+    """KV heads on one of several GPUs; with more GPUs than heads each head lies on several."""
+    if gpus < 1 or (heads % gpus and gpus % heads):
+        raise ConfigError(f"tensor_parallel is {gpus}; {heads} KV heads cannot be shared evenly")
+    return max(1, heads // gpus)
+
+
+def _row(found: Footprint, layout: KVLayout, seq_len: int, memory_bytes: int) -> list[str]:
+    def waste(length: int) -> int:
+        return found.request_bytes(length) - length * layout.token_bytes
+
+    # An odd stride meets every position within a page, whose tokens are often a power of two.
+    lengths = range(1, layout.max_seq_len + 1, (layout.max_seq_len // _SAMPLES) | 1)
+    return [
+        found.name,
+        f"{found.tokens_per_page:,}",
+        format_bytes(waste(seq_len)),
+        format_bytes(sum(map(waste, lengths)) / len(lengths)),
+        f"{memory_bytes // found.request_bytes(seq_len):,}",
+        format_bytes(found.virtual_bytes) if found.virtual_bytes else "-",
+    ]

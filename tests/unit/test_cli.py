@@ -1,0 +1,204 @@
+"""The command: what it prints, how it fails. The demo has a file of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import slicedkv.cli.bench
+import slicedkv.cli.devices
+import slicedkv.cli.plan
+from slicedkv.cli import main
+from slicedkv.cli.devices import choose_device, probe
+from slicedkv.cli.footprint import footprints
+from slicedkv.cli.text import format_bytes, format_table, parse_bytes
+from slicedkv.config import CacheConfig
+from slicedkv.errors import BackendUnavailableError
+from slicedkv.layout import KVLayout
+
+MIB = 1 << 20
+
+
+def fails(capsys, *words: str) -> str:
+    """Run a command that must fail in one line, and return that line."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("slicedkv: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_for_people(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for words in ("device host", "granularity", "vm.max_map_count", "native loops", "torch ", "sdpa: runs"):
+        assert words in text
+
+
+def test_info_as_json(capsys):
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    host = found["devices"]["host"]
+    assert host["reason"] is None
+    assert 0 < host["free_bytes"] <= host["total_bytes"]
+    assert host["address_bytes"] >= 1 << 40
+    assert found["packages"]["torch"] == torch.__version__
+    assert 0 < found["mapped_areas"]["now"] < found["mapped_areas"]["limit"]
+    assert found["attention"]["host"]["reference"] is None
+    assert all(device["reason"] or name in found["attention"] for name, device in found["devices"].items())
+
+
+def test_device_that_is_not_there():
+    report = probe("cuda:99")
+    assert report.reason
+    assert not report.torch_device
+    with pytest.raises(BackendUnavailableError, match="cuda:99"):
+        choose_device("cuda:99")
+
+
+def test_automatic_device_falls_back_to_the_host(monkeypatch):
+    monkeypatch.setattr(slicedkv.cli.devices, "_PREFERENCE", ("cuda:99", "host"))
+    assert choose_device("auto").torch_device == "cpu"
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_for_a_known_model(capsys):
+    assert main(["plan", "llama-3-8b", "--seq-len", "1000", "--memory", "64GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "131,072 bytes a token" in text
+    cells = {line[:28].strip(): line[28:].split("  ") for line in text.splitlines() if " pages  " in line}
+    rows = {name: [cell.strip() for cell in row if cell.strip()] for name, row in cells.items()}
+    # 1,000 tokens are 125 MiB: 31.25 pages of 2 MiB for K and as many for V, or one page for each of 64 planes.
+    assert rows["sliced, 2 MiB pages"][:2] == ["32", "3 MiB"]
+    assert rows["per layer, 2 MiB pages"][:2] == ["1,024", "3 MiB"]
+    assert rows["interleaved, 2 MiB pages"][:2] == ["16", "1 MiB"]
+
+
+def test_plan_for_a_shape(capsys):
+    shape = ("--layers", "60", "--kv-heads", "8", "--head-dim", "128", "--tensor-parallel", "2")
+    assert main(["plan", *shape]) == 0
+    assert "4 KV heads of 128" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "shape is incomplete"),
+        (("--layers", "3"), "--kv-heads --head-dim"),
+        (("yi-34b", "--tensor-parallel", "3"), "tensor_parallel is 3"),
+        (("yi-34b", "--tensor-parallel", "0"), "tensor_parallel is 0"),
+        (("yi-34b", "--seq-len", "40000"), "seq_len is 40000"),
+        (("yi-34b", "--layers", "0"), "num_layers is 0"),
+        (("yi-34b", "--dtype", "int8"), "dtype is 'int8'"),
+        (("yi-34b", "--memory", "much"), "memory_limit is 'much'"),
+    ],
+)
+def test_plan_refuses(capsys, words, message):
+    assert message in fails(capsys, "plan", *words)
+
+
+def test_plan_shares_heads_among_more_gpus_than_heads(capsys):
+    assert main(["plan", "yi-6b", "--tensor-parallel", "8"]) == 0
+    assert "1 KV heads of 128 on each GPU of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "page_bytes", "key"), [("sliced", 2 * MIB, "sliced"), ("per_layer", 65536, "static")])
+def test_footprints(kind, page_bytes, key):
+    layout = KVLayout(kind, 4, 2, 16, 2, 8, 1000, page_bytes)
+    found = footprints(layout)
+    lens = (1, 17, 1000)
+    assert found["paged"].held_bytes(lens) == (16 + 32 + 1008) * layout.token_bytes
+    assert found["static"].held_bytes(lens) == found["static"].held_bytes(()) == 8 * 1000 * layout.token_bytes
+    assert found["sliced"].held_bytes(lens) == 3 * 2 * 2 * MIB
+    assert found["per_layer"].held_bytes(lens) == 3 * 8 * 2 * MIB
+    assert found["per_layer_small"].held_bytes(lens) == 8 * (1 + 1 + 1) * 65536
+    assert found[key].tokens_per_page > 0
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------
+
+
+def test_bench_list(capsys):
+    assert main(["bench", "--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "mapper" in listed
+    assert "common" not in listed
+
+
+def test_bench_runs_a_script_with_its_arguments(capsys, monkeypatch, tmp_path):
+    script = 'import sys\n\nif __name__ == "__main__":\n    print(sys.argv[1:])\n'
+    (tmp_path / "echo.py").write_text(script)
+    monkeypatch.setattr(slicedkv.cli.bench, "FOLDER", tmp_path)
+    before = sys.argv
+    assert main(["bench", "echo", "--quick", "x"]) == 0
+    assert capsys.readouterr().out == "['--quick', 'x']\n"
+    assert sys.argv is before
+
+
+def test_bench_refuses(capsys, monkeypatch, tmp_path):
+    assert "no measurement 'nothing'" in fails(capsys, "bench", "nothing")
+    monkeypatch.setattr(slicedkv.cli.bench, "FOLDER", tmp_path / "bench")
+    assert "come with the source" in fails(capsys, "bench", "--list")
+
+
+# --- errors and text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["plan", "no-such-model"], ["demo", "--layout", "round"]])
+def test_usage_errors(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "usage: slicedkv" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_quietly(capsys, monkeypatch):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slicedkv.cli.plan, "run", interrupt)
+    assert main(["plan", "yi-6b"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_reader_that_leaves_early():
+    command = f"{sys.executable} -m slicedkv plan yi-6b | head -n 1"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("yi-6b: ")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1 KiB"), (3 * MIB // 2, "1.5 MiB"), (1 << 50, "1,024 TiB")],
+)
+def test_format_bytes(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+def test_text():
+    assert parse_bytes("64KiB") == 65536
+    table = format_table(("name", "size"), [("a", "1 KiB"), ("bcd", "10 KiB")], indent="")
+    assert table == "name    size\na      1 KiB\nbcd   10 KiB"
+
+
+def test_known_models_are_valid():
+    for layers, heads, dim in slicedkv.cli.plan.MODELS.values():
+        CacheConfig(
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_dim=dim,
+            dtype=torch.bfloat16,
+            max_batch_size=1,
+            max_seq_len=1,
+            device=torch.device("cpu"),
+        )
