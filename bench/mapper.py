@@ -28,14 +28,12 @@ from slicedkv.vmm.fake import FakeDriver
 Row = dict[str, Any]
 
 
-def stalls(
-    device: Device, shape_name: str, slots: int, steps: int, mapper: str, *, busy: bool, ready_pages: int = 0
-) -> Row:
+def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str, *, busy: bool) -> Row:
     """Decode with every slot active and see which steps wait. The prompts' own step is not counted."""
     generator = random.Random(0)
     lens = torch.tensor([generator.randrange(32, 512) for _ in range(slots)])
     shape = SHAPES[shape_name]
-    with device.cache(shape, slots, 512 + steps, mapper=mapper, ready_pages=ready_pages) as cache:
+    with device.cache(shape, slots, 512 + steps, mapper=mapper) as cache:
         for _ in range(slots):
             cache.alloc_reqid()
         cache.step(lens)
@@ -67,7 +65,6 @@ def stalls(
         "steps": steps,
         "mapper": mapper,
         "main_thread": "busy" if busy else "idle",
-        "ready_pages": ready_pages,
         "stalls": len(waits),
         "stall_ms_total": sum(waits) / 1e3,
         "stall_ms_max": max(waits, default=0.0) / 1e3,
@@ -92,17 +89,6 @@ def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
         for busy in (False, True):
             progress(f"stalls: 10,000 steps, main thread {'busy' if busy else 'idle'}")
             yield stalls(device, "llama-3-8b", 64, 10_000, "background", busy=busy)
-
-
-def all_steady(device: Device, quick: bool) -> Iterator[Row]:
-    """10,000 steps with all handles created when the cache opened, as an engine does that owns the GPU's memory."""
-    steps, ready_pages = (10_000, 45_000) if device.is_cuda and not quick else (300, 700)
-    for busy in (False, True):
-        progress(f"steady: {steps} steps, handles ready, main thread {'busy' if busy else 'idle'}")
-        row = stalls(
-            device, "llama-3-8b", 64 if device.is_cuda else 16, steps, "background", busy=busy, ready_pages=ready_pages
-        )
-        yield row | {"measure": "steady"}
 
 
 def throughput(device: Device, *, busy: bool, extent_pages: int, pages: int) -> Row:
@@ -280,7 +266,6 @@ MEASURES = {
     "prompts": all_prompts,
     "throughput": all_throughput,
     "stalls": all_stalls,
-    "steady": all_steady,
 }
 
 

@@ -7,17 +7,18 @@ are all or nothing, and are made by whoever holds the gate's work token (*token*
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from .errors import DriverError, StateError
+from .errors import DriverError, OutOfPagesError, StateError
 from .layout import KVLayout
 from .page_pool import Handles, PagePool
 from .reservation import Reservation
-from .vmm.base import MappedRange, Run
+from .segments import Segments, runs_over
+from .vmm.base import Run
 
-__all__ = ["Backing", "Cut", "Growth", "Segments"]
+__all__ = ["Backing", "Cut", "Growth"]
 
 
 class Growth(NamedTuple):
@@ -25,48 +26,6 @@ class Growth(NamedTuple):
 
     slot: int
     pages: int
-
-
-class Segments:
-    """Part of a slot's mapping in order: segments of one handle in every plane.
-
-    Numbers in arrays, not objects in lists: a cache holds a hundred thousand of them, and each object would make the
-    garbage collector stop the interpreter longer.
-
-    Attributes
-    ----------
-    sizes : array of int
-        Pages of each segment.
-    handles : array of int
-        Its handles, one a plane, segment after segment.
-    """
-
-    __slots__ = ("handles", "sizes")
-
-    def __init__(self) -> None:
-        self.sizes = array("Q")
-        self.handles = array("Q")
-
-    def extend(self, other: Segments) -> None:
-        """Append segments at the end."""
-        self.sizes.extend(other.sizes)
-        self.handles.extend(other.handles)
-
-    def split(self, first: int) -> Segments:
-        """Remove and return the segments from `first` on."""
-        tail, cut = Segments(), first * (len(self.handles) // max(1, len(self.sizes)))
-        tail.sizes, tail.handles = self.sizes[first:], self.handles[cut:]
-        del self.sizes[first:], self.handles[cut:]
-        return tail
-
-    def by_size(self) -> Handles:
-        """All handles, pages and extents apart."""
-        planes = len(self.handles) // max(1, len(self.sizes))
-        found = Handles([], [])
-        for index, size in enumerate(self.sizes):
-            target = found.pages if size == 1 else found.extents
-            target.extend(self.handles[index * planes : (index + 1) * planes])
-        return found
 
 
 class Cut(NamedTuple):
@@ -133,7 +92,7 @@ class Backing:
         )
         segments, runs = self._lay_out(plan, handles)
         try:
-            self.pool.driver.map_batch(runs)
+            self._map(runs)
         except BaseException:
             with self.pool.gate.lock:
                 self.pool.give_back(handles)
@@ -144,6 +103,22 @@ class Backing:
                 self._segments[slot].extend(added)
                 self._mapped[slot] += sum(added.sizes)
         return len(handles.extents)
+
+    def _map(self, runs: Sequence[Run]) -> None:
+        """Map runs; when the driver is short of memory for it, ask its other users once to make room."""
+        driver = self.pool.driver
+        try:
+            try:
+                driver.map_batch(runs)
+            except DriverError as error:
+                if not error.out_of_memory or not driver.relieve_pressure():
+                    raise
+                driver.map_batch(runs)
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise
+            pages = sum(len(run.handles) * run.handle_bytes for run in runs) // self.pool.page_bytes
+            raise OutOfPagesError(f"mapping {pages} pages: {error}", requested=pages, available=0) from error
 
     def _plan(self, growths: Sequence[Growth]) -> list[tuple[int, int, int]]:
         """Divide each growth into extents, as far as there are some, and pages: ``(slot, extents, pages)``."""
@@ -234,7 +209,7 @@ class Backing:
         except DriverError as error:
             done = ranges[: error.completed]
             try:
-                self.pool.driver.map_batch(list(_remap(done, cut.segments, self.layout.page_bytes)))
+                self.pool.driver.map_batch(list(runs_over(done, cut.segments, self.layout.page_bytes)))
             except DriverError as second:
                 raise StateError(
                     f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page}) could neither be unmapped nor mapped "
@@ -242,19 +217,36 @@ class Backing:
                 ) from error
             raise
 
-    def unmap_all(self) -> None:
-        """*token* Unmap everything, going on after failures; the first failure is raised at the end."""
+    def unmap_all(self, unknown: Container[int] = ()) -> None:
+        """*token* Unmap everything, going on after failures; the first failure is raised at the end.
+
+        In slots that are `unknown` some of what is on the books may not be mapped: there, failures are expected.
+        """
         failure: Exception | None = None
         for slot in range(len(self._mapped)):
             with self.pool.gate.lock:
                 cut = self.detach(slot, 0)
-            try:
-                if cut is not None:
+            if cut is not None and slot in unknown:
+                self._unmap_unknown(cut)
+            elif cut is not None:
+                try:
                     self.unmap(cut)
-            except (DriverError, StateError) as error:
-                failure = failure or error
+                except (DriverError, StateError) as error:
+                    failure = failure or error
         if failure is not None:
             raise failure
+
+    def _unmap_unknown(self, cut: Cut) -> None:
+        """Unmap whatever is mapped of a range, handle by handle, and take all its handles back."""
+        planes = [[plane.mapped_range(cut.slot, cut.first_page, cut.end_page)] for plane in self.reservations]
+        for index, whole in enumerate(planes):
+            alone = Segments()
+            alone.sizes, alone.handles = cut.segments.sizes, cut.segments.handles[index :: len(planes)]
+            for run in runs_over(whole, alone, self.layout.page_bytes):
+                with suppress(DriverError):
+                    self.pool.driver.unmap_run(run.address, run.handle_bytes)
+        with self.pool.gate.lock:
+            self.pool.give_back(cut.segments.by_size())
 
     def check_integrity(self) -> None:
         """Raise `StateError` if a slot's books disagree with each other. Call with the lock held."""
@@ -265,13 +257,3 @@ class Backing:
                 raise StateError(f"slot {slot}: {mapped} pages mapped, more than its {self.layout.pages_per_slot}")
             if len(segments.handles) != len(segments.sizes) * self.layout.num_planes:
                 raise StateError(f"slot {slot}: a segment is not mapped in every plane")
-
-
-def _remap(ranges: Sequence[MappedRange], segments: Segments, page_bytes: int) -> Iterator[Run]:
-    """Runs that map `segments` back into the planes whose ranges were unmapped; the planes come in order."""
-    planes = len(segments.handles) // len(segments.sizes)
-    for plane, mapped in enumerate(ranges):
-        address = mapped.address
-        for size, handle in zip(segments.sizes, segments.handles[plane::planes], strict=True):
-            yield Run(address, (handle,), size * page_bytes)
-            address += size * page_bytes

@@ -63,7 +63,6 @@ class SlicedKVCache(Closeable):
         memory_limit: int | float | str | None = None,
         page_bytes: int | None = None,
         extent_pages: int = 16,
-        ready_pages: int = 0,
         layout: LayoutKind = "sliced",
         mapper: MapperKind = "background",
         lookahead_tokens: int | None = None,
@@ -242,8 +241,10 @@ class SlicedKVCache(Closeable):
 
     def _has_room(self, pages: int) -> bool:
         with self._gate.lock:
-            room = available_pages(self._state)
-            return bool(self._state.slots.idle) and pages * self.layout.num_planes <= room
+            state = self._state
+            promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
+            room = available_pages(state) - promised * self.layout.num_planes
+            return bool(state.slots.idle) and pages * self.layout.num_planes <= room
 
     def trim(self) -> int:
         """Give idle, lookahead, eager and free memory back to the device; return the bytes given back.

@@ -85,10 +85,6 @@ class CacheConfig:
         the host.
     extent_pages : int
         Pages mapped with one handle where a request grows by that many at once; 1 turns it off.
-    ready_pages : int
-        Handles of one page to create when the cache opens, within the limit, so that none is created while requests
-        run. An engine that owns the device's memory creates most of it; on an H200 a GiB takes 8 ms, and now and then
-        a call takes 50 ms (bench/map_ops.py), which decoding requests then do not meet.
     layout : {"sliced", "interleaved", "per_layer"}
         See `slicedkv.layout`.
     mapper : {"background", "sync"}
@@ -121,7 +117,6 @@ class CacheConfig:
     memory_limit: MemoryLimit = None
     page_bytes: int | None = None
     extent_pages: int = 16
-    ready_pages: int = 0
     layout: LayoutKind = "sliced"
     mapper: MapperKind = "background"
     lookahead_tokens: int | None = None
@@ -134,7 +129,6 @@ class CacheConfig:
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len", "extent_pages"):
             self._set(name, check_int(name, getattr(self, name), 1))
         self._set("guard_tokens", check_int("guard_tokens", self.guard_tokens, 0))
-        self._set("ready_pages", check_int("ready_pages", self.ready_pages, 0))
         if self.page_bytes is not None:
             self._set("page_bytes", check_int("page_bytes", self.page_bytes, 1))
         if self.lookahead_tokens is not None:

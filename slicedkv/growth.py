@@ -39,13 +39,10 @@ def grow_slots(state: CacheState, growths: tuple[Growth, ...], reason: Reason) -
         counters.extents_mapped += extents
 
 
-def grow_now(state: CacheState, growths: tuple[Growth, ...], growing: frozenset[int]) -> None:
+def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
     """*token* Map pages a step needs now, taking margin and idle pages back where memory is short.
 
-    Parameters
-    ----------
-    growing : frozenset of int
-        Slots whose margin must stay: their requests are growing, some of them into it.
+    What the step needs of the margin is in `state.claims` and stays.
 
     Raises
     ------
@@ -55,11 +52,11 @@ def grow_now(state: CacheState, growths: tuple[Growth, ...], growing: frozenset[
         The driver failed for another reason than memory.
     """
     need = sum(pages for _, pages in growths) * state.layout.num_planes
-    take_back(state, need, growing)
+    take_back(state, need)
     try:
         grow_slots(state, growths, "growth")
     except OutOfPagesError:
         # The device holds less than the limit promises: count on what it says it has, and take back the rest.
         on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
-        take_back(state, need, growing, creatable=min(on_device, state.pool.creatable_pages))
+        take_back(state, need, creatable=min(on_device, state.pool.creatable_pages))
         grow_slots(state, growths, "growth")

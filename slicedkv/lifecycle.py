@@ -16,6 +16,7 @@ from typing import Self
 from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
 from .errors import ConfigError, StateError
+from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
@@ -26,6 +27,7 @@ from .vmm import open_driver
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES = 2 << 20
+_MOST_ADDRESSES = 1 << 56
 _DEFAULT_FRACTION = {"cuda": 0.9}
 
 
@@ -58,10 +60,11 @@ class Closeable(ABC):
         Views that are still held keep their addresses reserved; reading or writing them faults. When the driver hangs
         or fails, `StateError` or `DriverError` is raised and `close` may be called again.
         """
-        if self.closed:
+        refusal = self._refusal
+        if refusal == _CLOSED:
             return
-        if self._refusal != _CLOSING:
-            self._check_open()
+        if refusal not in (None, _CLOSING):
+            raise StateError(refusal)
         self._refusal = _CLOSING
         self._close()
         self._refusal = _CLOSED
@@ -108,23 +111,30 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
     ------
     ConfigError
         An argument contradicts the pool or the device; nothing stays open.
-    DriverError, OutOfPagesError
-        The addresses could not be reserved; the device has no memory for `ready_pages`.
+    DriverError
+        The addresses could not be reserved.
     """
     owned = pool is None
     pool = open_pool(config) if pool is None else pool
     try:
         _check_pool(config, pool, owned=owned)
         layout = config.kv_layout(pool.page_bytes)
+        _check_addresses(layout)
         backing = Backing(layout, pool)
-        with pool.gate.work("opening"):
-            pool.stock(config.ready_pages)
     except BaseException:
         if owned:
             pool.driver.close()
         raise
     slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
     return CacheState(config, layout, pool, backing, slots, lengths, owns_pool=owned)
+
+
+def _check_addresses(layout: KVLayout) -> None:
+    if layout.plane_bytes * layout.num_planes > _MOST_ADDRESSES:
+        raise ConfigError(
+            f"max_batch_size {layout.max_batch_size} and max_seq_len {layout.max_seq_len} need "
+            f"{layout.plane_bytes * layout.num_planes} bytes of addresses, more than any device has; lower one of them"
+        )
 
 
 def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
@@ -153,7 +163,7 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
         with state.gate.lock:
             state.lengths.reset_all()  # a step that is already past its checks must not find anything mapped
         state.pool.driver.synchronize()
-        state.backing.unmap_all()
+        state.backing.unmap_all(unknown=state.slots.lost)
         if state.owns_pool:
             state.pool.trim()
             state.pool.driver.close()
@@ -172,7 +182,8 @@ def abandon(state: CacheState, mapper: Mapper, owner_pid: int) -> None:
 def _refuse_all() -> None:
     """In a forked child: locks may be held by threads that are not here, and memory is the parent's."""
     for opened in list(_opened):
-        opened._refusal = _FORKED
+        if not opened.closed:
+            opened._refusal = _FORKED
 
 
 os.register_at_fork(after_in_child=_refuse_all)

@@ -71,9 +71,17 @@ class Mapper:
         if not self.background or self._stopped:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="slicedkv-mapper", daemon=True)
-            self._thread.start()
+            self._start()
         self._gate.lock.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="slicedkv-mapper", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left; the next wake tries again
+            self._keep(error)
+        else:
+            self._thread = thread
 
     def run_pending(self) -> None:
         """Do all work now when there is no thread for it. Takes the token; failures are kept like the thread's."""
@@ -108,7 +116,7 @@ class Mapper:
             self._stopped = True
             thread = self._thread
             self._gate.lock.notify_all()
-        if thread is None or thread is threading.current_thread():
+        if thread is None or thread.ident == _thread.get_ident():
             return
         thread.join(_JOIN_TIMEOUT_S)
         if thread.is_alive():

@@ -7,7 +7,6 @@ device. Functions marked *token* are called by whoever holds the gate's work tok
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import NamedTuple
 
 from .errors import OutOfPagesError, StateError
@@ -30,13 +29,11 @@ def next_slot(state: CacheState) -> int | None:
     return state.slots.best_fit(1, state.backing.mapped)
 
 
-def victims(state: CacheState, spare: Container[int] = ()) -> list[Victim]:
-    """Everything that may be taken back, first things first; slots in `spare` are left out. Lock held."""
+def victims(state: CacheState) -> list[Victim]:
+    """Everything that may be taken back, first things first. Lock held."""
     coming = next_slot(state)
     ranked: list[tuple[tuple[int, int], Victim]] = []
     for slot in state.slots.active | state.slots.idle:
-        if slot in spare:
-            continue
         idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
         rank = 0 if state.slots.is_active(slot) else idle_rank
         if pages := state.spare_pages(slot):
@@ -44,13 +41,13 @@ def victims(state: CacheState, spare: Container[int] = ()) -> list[Victim]:
     return [victim for _, victim in sorted(ranked)]
 
 
-def available_pages(state: CacheState, spare: Container[int] = ()) -> int:
+def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    margin = sum(victim.pages for victim in victims(state, spare))
+    margin = sum(victim.pages for victim in victims(state))
     return state.pool.available_pages + margin * state.layout.num_planes
 
 
-def take_back(state: CacheState, need_pages: int, spare: Container[int], *, creatable: int | None = None) -> None:
+def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
     """*token* Unmap margin and idle pages until `need_pages` pages can be had from the pool.
 
     Waits, for a bounded time, for device work that may still use them.
@@ -59,8 +56,6 @@ def take_back(state: CacheState, need_pages: int, spare: Container[int], *, crea
     ----------
     need_pages : int
         Over all planes.
-    spare : container of int
-        Slots to leave alone.
     creatable : int, optional
         Pages that can still be created; by default as many as the memory limit allows.
 
@@ -76,7 +71,7 @@ def take_back(state: CacheState, need_pages: int, spare: Container[int], *, crea
     if obtainable() >= need_pages:
         return
     with state.gate.lock:
-        candidates = victims(state, spare)
+        candidates = victims(state)
         total = obtainable() + sum(victim.pages for victim in candidates) * state.layout.num_planes
     if total < need_pages:
         raise OutOfPagesError(
@@ -151,5 +146,5 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
     pool = state.pool
     surplus = pool.created_pages - pool.pages_in_limit(num_bytes)
     if surplus > pool.free_pages:
-        take_back(state, surplus, (), creatable=0)
+        take_back(state, surplus, creatable=0)
     pool.set_memory_limit(num_bytes)

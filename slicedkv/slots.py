@@ -38,6 +38,11 @@ class SlotTable:
         return frozenset(self._idle)
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Slots out of use."""
+        return frozenset(range(self.num_slots)) - self._active - self._idle
+
+    @property
     def num_active(self) -> int:
         """Number of slots that hold a request."""
         return len(self._active)

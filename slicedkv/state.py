@@ -40,6 +40,8 @@ class CacheState:
         Slots or mappings changed since lookahead was last scheduled.
     clean_pages : list of int
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
+    claims : dict of int to int
+        Pages per plane that the step under way needs, by slot.
     closed : bool
         Everything was given back.
     """
@@ -57,6 +59,7 @@ class CacheState:
     eager: dict[int, int] = field(default_factory=dict)
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
+    claims: dict[int, int] = field(default_factory=dict)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +74,13 @@ class CacheState:
         """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
         if not self.slots.is_active(slot):
             return 0
-        return max(self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0))
+        return max(
+            self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0), self.claims.get(slot, 0)
+        )
 
-    def spare_pages(self, slot: int) -> int:
-        """Pages per plane beyond `keep_pages` that can be unmapped, whole handles only."""
-        keep = self.keep_pages(slot)
+    def spare_pages(self, slot: int, claim: int = 0) -> int:
+        """Pages per plane beyond `keep_pages` and `claim` that can be unmapped, whole handles only."""
+        keep = max(claim, self.keep_pages(slot))
         return self.backing.shrinkable(slot, keep) if self.backing.mapped(slot) > keep else 0
 
     def strike(self, slot: int) -> Cut | None:

@@ -73,10 +73,20 @@ class Stepper:
 
     def pages_needed(self, lens: torch.Tensor) -> int:
         """Pages over all planes that a step would take of what is available; see `SlicedKVCache`. Lock held."""
-        grown = sum(pages for _, pages in self.growths(lens))
-        # What is available counts the margin of the requests that grow too, which they would use or keep.
-        margin = sum(map(self._state.spare_pages, self._state.lengths.beyond_touched(lens)))
-        return (grown + margin) * self._state.layout.num_planes
+        state = self._state
+        self.growths(lens)  # refuses what can never be
+        claims, needed = self._claims(lens), 0
+        for slot, pages in claims.items():
+            # What is available counts this request's margin, part of which the step would use.
+            margin = state.spare_pages(slot) - state.spare_pages(slot, claim=pages)
+            needed += max(0, pages - state.backing.mapped(slot)) + margin
+        return needed * state.layout.num_planes
+
+    def _claims(self, lens: torch.Tensor) -> dict[int, int]:
+        """Pages per plane that the requests which grow need. Lock held."""
+        state = self._state
+        longer = state.lengths.beyond_touched(lens)
+        return {slot: state.layout.pages_for(int(lens[slot])) for slot in longer}
 
     def _settle(self, lens: torch.Tensor, record: StepRecord, *, due: bool = False) -> None:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
@@ -91,14 +101,16 @@ class Stepper:
         with state.work("step"):
             with state.gate.lock:
                 growths = self.growths(lens)
-                growing = frozenset(state.lengths.beyond_touched(lens))
+                state.claims = self._claims(lens)
             begun = time.perf_counter()
             try:
                 if growths:
-                    grow_now(state, growths, growing)
+                    grow_now(state, growths)
                 ok = True
             except OutOfPagesError:
                 ok = False
+            finally:
+                state.claims = {}
             finished = time.perf_counter()
             with state.gate.lock:
                 pages = sum(pages for _, pages in growths) * state.layout.num_planes if ok else 0

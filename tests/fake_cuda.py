@@ -90,6 +90,7 @@ class FakeCuda:
         self.accessible: set[int] = set()
         self.contexts = 0
         self.thread = threading.local()
+        self.synchronized: list[int] = []
         self._next = 1 << 40
         self._next_handle = 1 << 33
         self._entries = self._lend()
@@ -153,6 +154,10 @@ class FakeCuda:
         if not getattr(self.thread, "context", 0):
             return 1, None, None
         return 0, self.total_bytes - sum(self.handles.values()), self.total_bytes
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        self.synchronized.append(getattr(self.thread, "context", 0))
+        return (0,)
 
     # --- virtual memory ------------------------------------------------------------------------------------------
 
@@ -254,7 +259,6 @@ class FakeTorchCuda:
         self.streams = defaultdict(_Stream)
         self.hold_events = False
         self.reserved = [0]
-        self.synchronized: list[int] = []
         self.initialized = True
         outer = self
 
@@ -294,6 +298,3 @@ class FakeTorchCuda:
 
     def empty_cache(self) -> None:
         self.reserved = self.reserved[1:] or [0]
-
-    def synchronize(self, device: int) -> None:
-        self.synchronized.append(device)

@@ -155,6 +155,16 @@ class CudaDriver(StrictDriver):
                 self._value("context", self._api.cuCtxSetCurrent(self._context))
             self._threads.has_context = True
 
+    @contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """Make this device's context the current one for a moment."""
+        current = self._value("context", self._api.cuCtxGetCurrent())
+        self._value("context", self._api.cuCtxSetCurrent(self._context))
+        try:
+            yield
+        finally:
+            self._value("context", self._api.cuCtxSetCurrent(current))
+
     def bind_thread(self) -> None:
         """Give the calling thread this device's context, and keep its calls out of every graph capture.
 
@@ -257,9 +267,10 @@ class CudaDriver(StrictDriver):
         self._streams.order_after(fence)
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
+        """Wait for all work of the device. Not through torch: a cache is also closed when the interpreter ends."""
         self._enter()
-        self._streams.synchronize()
+        with self._own_context():
+            self._value("synchronize", self._api.cuCtxSynchronize())
 
     def relieve_pressure(self) -> bool:
         """Empty torch's cache in this process; True when memory came back. May wait for the GPU, as `cudaFree` does."""
@@ -269,12 +280,8 @@ class CudaDriver(StrictDriver):
     def memory_info(self) -> MemoryInfo:
         """Free and total memory of the device, whatever device is current."""
         self._enter()
-        current = self._value("context", self._api.cuCtxGetCurrent())
-        self._value("context", self._api.cuCtxSetCurrent(self._context))
-        try:
+        with self._own_context():
             result, free, total = self._api.cuMemGetInfo()
-        finally:
-            self._value("context", self._api.cuCtxSetCurrent(current))
         if int(result):
             raise self._error("memory_info", int(result))
         return MemoryInfo(int(free), int(total))

@@ -42,10 +42,6 @@ class TorchStreams:
         """Make the device's current stream wait for the event."""
         self._cuda.current_stream(self._index).wait_event(event)
 
-    def synchronize(self) -> None:
-        """Wait for all work of the device."""
-        self._cuda.synchronize(self._index)
-
     def is_capturing(self) -> bool:
         """True while the device's current stream captures a graph."""
         cuda = self._cuda

@@ -31,7 +31,6 @@ BAD = [
     *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", True, [])],
     *[("page_bytes", value) for value in (0, -4096, 4096.0, "2MiB", 4097)],
     *[("extent_pages", value) for value in (0, 1.5)],
-    *[("ready_pages", value) for value in (-1, 1.5)],
     *[("layout", value) for value in ("paged", None)],
     *[("mapper", value) for value in ("async", None)],
     *[("lookahead_tokens", value) for value in (-1, 129, 1.5)],
@@ -56,6 +55,12 @@ def test_bad_arguments_open_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         if (name, value) != ("page_bytes", 4097):  # only the driver knows its granularity
             with pytest.raises(ConfigError):
                 SlicedKVCache(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize("slots", [1 << 40, 1 << 62])
+def test_more_addresses_than_there_are_is_refused(slots: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_batch_size {1 << 20} and max_seq_len {slots} need"):
+        SlicedKVCache(**{**GOOD, "max_seq_len": slots, "max_batch_size": 1 << 20})
 
 
 def test_unknown_argument_is_refused() -> None:

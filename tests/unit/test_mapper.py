@@ -303,11 +303,22 @@ def test_requests_that_start_on_mapped_pages_are_looked_ahead_for_too(open_cache
     assert cache.stats().stalls == 0
 
 
-def test_ready_pages_are_created_when_the_cache_opens(open_cache: Open) -> None:
-    cache, driver, _ = open_cache(ready_pages=300, mapper="sync")
-    assert cache.stats().free_bytes == 300 * PAGE
-    assert driver.counts["create"] == 300
-    reqids = [cache.alloc_reqid() for _ in range(4)]
-    assert cache.step(dict.fromkeys(reqids, 37 * TOKENS))
-    assert driver.counts["create"] == 300
-    assert open_cache(ready_pages=10**9, limit_pages=40, mapper="sync")[0].stats().free_bytes == 40 * PAGE
+def test_pages_asked_for_are_not_promised_twice(open_cache: Open) -> None:
+    cache, driver, _ = open_cache(limit_pages=20)
+    driver.delay("map", 0.01)
+    admitted = []
+    while cache.can_admit(8 * TOKENS):
+        admitted.append(cache.alloc_reqid(8 * TOKENS))
+    assert len(admitted) == 1, "16 of 20 pages are asked for"
+    assert cache.step({admitted[0]: 8 * TOKENS})
+
+
+def test_what_a_growing_request_does_not_need_of_its_slot_may_go(open_cache: Open) -> None:
+    cache, _, _ = open_cache(limit_pages=40, mapper="sync", reclaim_watermark=0.0)
+    big, other = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({big: 18 * TOKENS, other: TOKENS})
+    cache.free_reqid(big)
+    small = cache.alloc_reqid()
+    assert mapped(cache, small) == 18
+    assert cache.step({small: 2 * TOKENS, other: 15 * TOKENS})
+    assert mapped(cache, small) >= 2

@@ -149,17 +149,19 @@ class TestFences:
     def test_a_fence_is_on_the_drivers_device_whatever_is_current(
         self, open_fake_cuda: Open, fake_torch_cuda: FakeTorchCuda
     ) -> None:
-        driver, _ = open_fake_cuda(index=1)
+        driver, api = open_fake_cuda(index=1)
         for current in (0, 1):
             fake_torch_cuda.current = current
+            api.thread.context = 1000 + current
             fence: Any = driver.record_fence()
             assert fence.stream.device == 1
             driver.order_after(fence)
             driver.synchronize()
             assert fake_torch_cuda.current == current
+            assert api.thread.context == 1000 + current
         assert len(fake_torch_cuda.streams[1].waits) == 2
         assert not fake_torch_cuda.current_stream(0).waits
-        assert fake_torch_cuda.synchronized == [1, 1]
+        assert api.synchronized == [1001, 1001]
 
     def test_no_fence_in_a_capture(self, open_fake_cuda: Open, fake_torch_cuda: FakeTorchCuda) -> None:
         driver, _ = open_fake_cuda(index=1)
