@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,12 @@ from fake_cuda import FakeCuda, FakeTorchCuda
 from slicedkv.vmm import native
 from slicedkv.vmm.cuda import CudaDriver
 from slicedkv.vmm.cuda_streams import TorchStreams
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Interpret Triton kernels on the CPU unless GPU tests are asked for: decided before Triton is first imported."""
+    if "gpu" not in (config.getoption("markexpr") or "").replace("not gpu", ""):
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,268 @@
+"""Append new tokens' K and V to the cache in one launch, turning K (and q) by rotary embedding on the way.
+
+Must not know what the tokens are for: decode, prefill and chunks are one packed batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    check_caches,
+    check_device,
+    check_index,
+    check_last_contiguous,
+    check_like,
+    check_queries,
+    check_rows,
+    check_scales,
+    find_lane,
+    find_slot,
+    on_device,
+    padded,
+    traits,
+)
+from .tuning import AppendTile, append_tile
+
+__all__ = ["append_kv"]
+
+# Arguments that change from batch to batch must not make another kernel of it.
+_RUNTIME_INTS = ["num_rows", "max_batch_size", "max_seq_len", "num_angles", "num_lanes", "steps"]
+_RUNTIME_INTS += ["num_blocks", "num_kv_heads"]
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    reqids: Tensor,
+    cu_q_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    tile: AppendTile | None = None,
+) -> Tensor | None:
+    """Write the packed rows of each lane to its slot, at positions ``seq_len - q_len .. seq_len - 1``.
+
+    Parameters
+    ----------
+    k_new, v_new : Tensor
+        ``[rows, H, D]``, last dimension contiguous, of the cache's dtype; for a float8 cache any float, rounded to
+        nearest and held within its range (NaN stays NaN).
+    k_cache, v_cache : Tensor
+        ``[B, L, H, D]`` in any strides with a contiguous last dimension. Only the rows named are written.
+    reqids, seq_lens : Tensor
+        ``[lanes]`` int32 or int64 on the device: slot of each lane and its length, the new tokens included. Nothing is
+        written for a reqid outside ``[0, B)``, such as -1, nor at a position outside ``[0, L)``.
+    cu_q_lens : Tensor
+        ``[lanes + 1]`` int32 or int64 on the device, ascending from 0: the packed rows of lane i are
+        ``[cu_q_lens[i], cu_q_lens[i + 1])``. Rows past the last belong to nobody.
+    rotary_cos, rotary_sin : Tensor, optional
+        ``[positions, D / 2]`` of any float, last dimension contiguous. Given both, K is turned: dimension d with
+        dimension ``d + D / 2``.
+    positions : Tensor, optional
+        ``[rows]`` int32 or int64: the row of the tables each packed row takes; by default its position in the cache.
+        Outside the tables rows become zeros.
+    q : Tensor, optional
+        ``[rows, Hq, D]`` of float32, float16 or bfloat16, to be turned as well; only with tables.
+    q_out : Tensor, optional
+        Like q, and may be q; allocated if missing. Rows of padded lanes become zeros.
+    k_scale, v_scale : float, optional
+        What values are divided by before they go to a float8 cache.
+    tile : AppendTile, optional
+        Launch choices other than the table's.
+
+    Returns
+    -------
+    Tensor or None
+        `q_out` if q was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; nothing was launched.
+
+    Notes
+    -----
+    Runs on the current stream and synchronises with nothing.
+    """
+    check_caches(k_cache, v_cache)
+    max_batch_size, max_seq_len, num_kv_heads, head_dim = k_cache.shape
+    for name, rows in (("k_new", k_new), ("v_new", v_new)):
+        check_rows(name, rows, k_cache, num_heads=num_kv_heads)
+        _check_source(name, rows, k_cache)
+    num_rows, lanes = len(k_new), len(reqids)
+    if len(v_new) != num_rows:
+        raise ValueError(f"k_new has {num_rows} rows and v_new {len(v_new)}")
+    check_index("reqids", reqids, k_cache.device, lanes)
+    check_index("seq_lens", seq_lens, k_cache.device, lanes)
+    check_index("cu_q_lens", cu_q_lens, k_cache.device, lanes + 1)
+    k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
+    rotary = _check_rotary(rotary_cos, rotary_sin, positions, k_new)
+    if q is not None:
+        q_out = _check_q(q, q_out, k_new, k_cache, rotary)
+    elif q_out is not None:
+        raise ValueError("q_out is given without q")
+    if not (num_rows and lanes):
+        return q_out
+    num_q_heads = 0 if q is None else q.shape[1]
+    tile = tile or append_tile(num_rows, num_kv_heads + num_q_heads, traits(k_cache.device).multiprocessors)
+    cos, sin = (k_new, k_new) if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+    source, target = (k_new, k_new) if q is None or q_out is None else (q, q_out)
+    num_blocks = num_kv_heads + num_q_heads
+    with on_device(k_cache):
+        _append_kernel[(-(-num_rows // tile.tokens) * num_blocks,)](
+            k_new, v_new, k_cache, v_cache, source, target, cos, sin, positions, reqids, cu_q_lens, seq_lens,
+            *k_new.stride()[:2], *v_new.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+            *source.stride()[:2], *target.stride()[:2], cos.stride(0), sin.stride(0), k_factor, v_factor,
+            num_rows, max_batch_size, max_seq_len, cos.shape[0], lanes, lanes.bit_length(), num_blocks, num_kv_heads,
+            HEAD_DIM=head_dim, BLOCK_T=tile.tokens, BLOCK_H=padded(head_dim // 2, 8), LIMIT=_limit(k_cache.dtype),
+            ROTARY=rotary, HAS_POSITIONS=positions is not None, HAS_Q=q is not None, num_warps=tile.warps,
+        )  # fmt: skip
+    return q_out
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """Return the largest value of a float8, 0 for types that need no saturation."""
+    return torch.finfo(dtype).max if dtype in FLOAT8_DTYPES else 0.0
+
+
+def _check_source(name: str, rows: Tensor, k_cache: Tensor) -> None:
+    allowed = (*FLOAT_DTYPES, k_cache.dtype) if k_cache.dtype in FLOAT8_DTYPES else (k_cache.dtype,)
+    if rows.dtype not in allowed:
+        raise TypeError(f"{name} is {rows.dtype}; it does not go with a cache of {k_cache.dtype}")
+
+
+def _check_rotary(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, k_new: Tensor) -> bool:
+    """Return whether there are tables to turn by."""
+    if cos is None or sin is None:
+        if cos is not None or sin is not None or positions is not None:
+            raise ValueError("rotary_cos and rotary_sin go together, and positions go with them")
+        return False
+    half = k_new.shape[2] // 2
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if table.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} is {table.dtype}; it must be float32, float16 or bfloat16")
+        if table.dim() != 2 or table.shape[1] != half:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}; it must be [positions, {half}]")
+        check_device(name, table, k_new.device)
+        check_last_contiguous(name, table)
+    if len(cos) != len(sin):
+        raise ValueError(f"rotary_cos has {len(cos)} rows and rotary_sin {len(sin)}")
+    if positions is not None:
+        check_index("positions", positions, k_new.device, len(k_new))
+    return True
+
+
+def _check_q(q: Tensor, q_out: Tensor | None, k_new: Tensor, k_cache: Tensor, rotary: bool) -> Tensor:
+    """Return where to write the turned q."""
+    if not rotary:
+        raise ValueError("q is given without rotary_cos and rotary_sin; there is nothing to do to it")
+    check_queries(q, k_cache)
+    if len(q) != len(k_new):
+        raise ValueError(f"q has {len(q)} rows and k_new {len(k_new)}")
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if q_out is None else q_out
+    check_like("q_out", q_out, q)
+    return q_out
+
+
+# --- on the device ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _halves(base, offsets, inside, HALF: tl.constexpr):
+    """Load the two halves of rows in float32."""
+    low = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(base + offsets + HALF, mask=inside, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _turned(low, high, cos, sin, ROTARY: tl.constexpr):
+    """Turn pairs of dimensions by their angle."""
+    if ROTARY:
+        first = low * cos - high * sin
+        second = high * cos + low * sin
+    else:
+        first = low
+        second = high
+    return first, second
+
+
+@triton.jit
+def _store_halves(base, offsets, low, high, inside, factor, HALF: tl.constexpr, LIMIT: tl.constexpr):
+    """Store two halves in the target's type, scaled and saturated where that is a float8."""
+    if LIMIT > 0:
+        low = _within(low / factor, LIMIT)
+        high = _within(high / factor, LIMIT)
+    tl.store(base + offsets, low.to(base.dtype.element_ty), mask=inside)
+    tl.store(base + offsets + HALF, high.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _within(x, LIMIT: tl.constexpr):
+    """Hold x within the limits; comparisons with NaN are false, so NaN stays."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit(do_not_specialize=_RUNTIME_INTS)
+def _append_kernel(
+    k_new, v_new, k_cache, v_cache, q, q_out, cos_table, sin_table, positions, reqids, cu_q_lens, seq_lens,
+    kn_row, kn_head, vn_row, vn_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
+    q_row, q_head, qo_row, qo_head, cos_row, sin_row, k_scale, v_scale,
+    num_rows, max_batch_size, max_seq_len, num_angles, num_lanes, steps, num_blocks, num_kv_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LIMIT: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_Q: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one head: a KV head's K and V, or, past those, a query head."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    block = tl.program_id(0) % num_blocks
+    rows = (tl.program_id(0) // num_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_H)
+    lane = find_lane(cu_q_lens, rows, num_lanes, steps, 1, 0)
+    # Uncut, a length past the end of the cache moves no row to another place: rows out there are left out.
+    slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, 2147483647)
+    lane_end = tl.load(cu_q_lens + lane + 1).to(tl.int64)
+    position = length + rows - lane_end
+    # A padded lane has length 0, so its positions are negative; rows past the last lane have one past the length.
+    mapped = (position >= 0) & (position < tl.minimum(length, max_seq_len)) & (rows < num_rows)
+    inside = mapped[:, None] & (columns < HALF)[None, :]
+
+    cos = 1.0
+    sin = 0.0
+    if ROTARY:
+        angle = position
+        if HAS_POSITIONS:
+            angle = tl.load(positions + rows, mask=rows < num_rows, other=-1).to(tl.int64)
+        known = inside & ((angle >= 0) & (angle < num_angles))[:, None]
+        cos = tl.load(cos_table + angle[:, None] * cos_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
+        sin = tl.load(sin_table + angle[:, None] * sin_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
+
+    head = tl.cast(block, tl.int64)
+    if block < num_kv_heads:
+        low, high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, HALF)
+        first, second = _turned(low, high, cos, sin, ROTARY)
+        target = slot[:, None] * k_slot + position[:, None] * k_token + columns[None, :]
+        _store_halves(k_cache + head * k_head, target, first, second, inside, k_scale, HALF, LIMIT)
+        low, high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], inside, HALF)
+        target = slot[:, None] * v_slot + position[:, None] * v_token + columns[None, :]
+        _store_halves(v_cache + head * v_head, target, low, high, inside, v_scale, HALF, LIMIT)
+    elif HAS_Q:
+        head = head - num_kv_heads
+        low, high = _halves(q + head * q_head, rows[:, None] * q_row + columns[None, :], inside, HALF)
+        first, second = _turned(low, high, cos, sin, ROTARY)
+        there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
+        target = rows[:, None] * qo_row + columns[None, :]
+        _store_halves(q_out + head * qo_head, target, first, second, there, 1.0, HALF, 0.0)

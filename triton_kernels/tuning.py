@@ -1,0 +1,120 @@
+"""Launch choices for each GPU architecture: a table filled by `bench/*.py --tune`, and defaults that run anywhere.
+
+Nothing is tuned at run time: the first call of a shape costs a compilation, never a search. Knows numbers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_splits", "decode_tile", "prefill_tile"]
+
+MAX_SPLITS = 256
+_STARTUP_TOKENS = 64
+"""What starting a program costs, in tokens it could have read meanwhile."""
+_REDUCTION_TOKENS = 96
+"""The same for the second kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """How decode reads: `tile_bytes` of K, then of V, at a time, of `heads` neighbouring KV heads if they fit."""
+
+    tile_bytes: int = 8192
+    heads: int = 1
+    warps: int = 4
+    stages: int = 2
+    programs_per_sm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """How prefill cuts: packed query rows and tokens a tile."""
+
+    rows: int = 64
+    tokens: int = 32
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AppendTile:
+    """How append cuts: tokens a program."""
+
+    tokens: int = 16
+    warps: int = 4
+
+
+# Keyed by compute capability; a newer minor or major version without an entry takes the nearest one below.
+_DECODE: dict[tuple[int, int], DecodeTile] = {
+    (0, 0): DecodeTile(),
+    (8, 0): DecodeTile(tile_bytes=16384, stages=3),
+    (8, 6): DecodeTile(tile_bytes=8192, stages=3),
+    (9, 0): DecodeTile(tile_bytes=16384, stages=3),
+    (10, 0): DecodeTile(tile_bytes=16384, stages=3),
+    (12, 0): DecodeTile(tile_bytes=8192, stages=3),
+}
+
+# For 16-bit queries, by the largest (padded) head dimension a choice serves.
+_PREFILL: dict[tuple[int, int], dict[int, PrefillTile]] = {
+    (0, 0): {128: PrefillTile(64, 32, 4, 2), 256: PrefillTile(32, 16, 4, 2)},
+    (8, 0): {64: PrefillTile(128, 64, 4, 3), 128: PrefillTile(128, 64, 8, 2), 256: PrefillTile(64, 32, 4, 2)},
+    (8, 6): {64: PrefillTile(128, 64, 4, 2), 128: PrefillTile(64, 64, 4, 2), 256: PrefillTile(32, 32, 4, 2)},
+    (9, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 128, 8, 2), 256: PrefillTile(128, 64, 8, 2)},
+    (10, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 64, 8, 3), 256: PrefillTile(128, 64, 8, 2)},
+    (12, 0): {64: PrefillTile(128, 64, 4, 2), 128: PrefillTile(64, 64, 4, 2), 256: PrefillTile(32, 32, 4, 2)},
+}
+# float32 products run on ordinary arithmetic units, out of registers that a larger tile would not leave.
+_PREFILL_FLOAT32 = {128: PrefillTile(32, 32, 4, 2), 256: PrefillTile(16, 16, 4, 2)}
+
+
+def decode_tile(capability: tuple[int, int]) -> DecodeTile:
+    """Return the choice for an architecture."""
+    return _DECODE[_nearest(tuple(_DECODE), capability)]
+
+
+def prefill_tile(capability: tuple[int, int], itemsize: int, head_dim: int) -> PrefillTile:
+    """Return the choice for an architecture, the queries' item size and the head dimension."""
+    choices = _PREFILL_FLOAT32 if itemsize > 2 else _PREFILL[_nearest(tuple(_PREFILL), capability)]
+    return choices[min(limit for limit in choices if limit >= head_dim)]
+
+
+def append_tile(num_tokens: int, num_heads: int, multiprocessors: int) -> AppendTile:
+    """Return few tokens a program while that is what fills the GPU."""
+    if num_tokens * num_heads < 64 * multiprocessors:
+        return AppendTile(tokens=4, warps=1)
+    return AppendTile()
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(programs: int, max_tokens: int, block_tokens: int, places: int) -> int:
+    """Return into how many parts to split each request's tokens.
+
+    Takes the least of a simple cost: rounds of programs over the GPU, times the tokens each program reads and what
+    starting it is worth; and, if there is more than one part, the reduction.
+
+    Parameters
+    ----------
+    programs : int
+        Programs without a split.
+    max_tokens : int
+        Upper bound of the tokens of any request.
+    block_tokens : int
+        Tokens a tile; a part is a multiple of it.
+    places : int
+        Programs the GPU runs at once.
+    """
+    best, least = 1, float("inf")
+    blocks = max(1, -(-max_tokens // block_tokens))
+    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
+        rounds = -(-programs * splits // places)
+        tokens = -(-blocks // splits) * block_tokens
+        cost = rounds * (tokens + _STARTUP_TOKENS) + (_REDUCTION_TOKENS if splits > 1 else 0)
+        if cost < least:
+            best, least = splits, cost
+    return best
+
+
+def _nearest(known: tuple[tuple[int, int], ...], capability: tuple[int, int]) -> tuple[int, int]:
+    return max(entry for entry in known if entry <= capability)
