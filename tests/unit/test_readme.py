@@ -37,7 +37,3 @@ def test_commands_and_files_exist():
         assert (ROOT / name).exists() or (ROOT / "slicedkv" / name).exists(), name
     for name in re.findall(r"^(?:  )?(\w+/) ", TEXT, flags=re.MULTILINE):
         assert (ROOT / name).is_dir() or (ROOT / "slicedkv" / name).is_dir(), name
-
-
-def test_place_for_results():
-    assert TEXT.count("<!-- results -->") == 1
