@@ -68,6 +68,16 @@ def test_twenty_exits_without_close_in_the_middle_of_mapping_are_silent() -> Non
     assert results == [(0, "in the middle\n", "")] * 20
 
 
+def test_an_exit_is_silent_when_nothing_can_be_unmapped_and_a_view_is_left() -> None:
+    script = """
+    cache.step({cache.alloc_reqid(): 500})
+    keys = cache.k(0)
+    driver.fail("unmap", times=10**9)
+    """
+    for end in ("", "del cache"):
+        assert run(textwrap.dedent(script) + end, "background") == (0, "in the middle\n", "")
+
+
 def test_an_exit_without_close_and_without_a_thread_is_silent() -> None:
     assert run("cache.step({cache.alloc_reqid(): 500})", "sync") == (0, "in the middle\n", "")
 
