@@ -92,7 +92,7 @@ def measure(device: Device, quick: bool) -> Iterator[Row]:
                     "measure": "calls",
                     "verb": verb,
                     "handle_bytes": pages * page,
-                    "gpu": "at work" if at_work else "idle",
+                    "gpu": ("at work" if at_work else "idle") if device.is_cuda else "none",
                     "calls": len(taken),
                     "us_p50": p50 * 1e6,
                     "us_p99": p99 * 1e6,
