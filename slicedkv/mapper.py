@@ -169,7 +169,7 @@ class Mapper:
                     if work is not None:
                         return work
                     self._gate.release_claim()
-                waiting = not self._failed and self._planner.awaits_device()
+                waiting = not self._failed and self._awaits_device()
                 lock.wait(_FENCE_POLL_S if waiting else None)
                 self._news |= waiting
         return None
@@ -185,6 +185,14 @@ class Mapper:
         # A step that asks from now on is answered by the next batch, not by this one.
         self._answering, self._asked_at = self._asked_at, None
         return work
+
+    def _awaits_device(self) -> bool:
+        """Ask the planner; a failure of the device is kept, or it would end the thread. Lock held."""
+        try:
+            return self._planner.awaits_device()
+        except Exception as error:
+            self._keep(error)
+            return False
 
     def _keep(self, error: Exception) -> None:
         """Keep the first failure for the foreground, and do nothing more until the foreground has news."""

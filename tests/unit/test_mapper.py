@@ -322,3 +322,22 @@ def test_what_a_growing_request_does_not_need_of_its_slot_may_go(open_cache: Ope
     assert mapped(cache, small) == 18
     assert cache.step({small: 2 * TOKENS, other: 15 * TOKENS})
     assert mapped(cache, small) >= 2
+
+
+def test_a_device_that_fails_to_answer_does_not_end_the_thread(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, driver, fake = open_cache(limit_pages=60, reclaim_watermark=1.0, lookahead_tokens=0)
+    reqids = [cache.alloc_reqid() for _ in range(3)]
+    assert cache.step(dict.fromkeys(reqids, 8 * TOKENS))
+    settle(cache)
+    fake.hold_fences = True
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "fence_done", lambda fence: 1 // 0)
+        for reqid in reqids[:2]:
+            cache.free_reqid(reqid)  # one of them is handed out next and spared, the other is asked about
+            cache._mapper.failure = None
+        wait_until(lambda: cache._mapper._failed)
+    cache._mapper.failure = None
+    cache.prefetch(reqids[2], 10 * TOKENS)
+    wait_until(lambda: mapped(cache, reqids[2]) == 10)
