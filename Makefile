@@ -32,7 +32,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict slicedkv
+	$(BIN)/mypy --strict slicedkv triton_kernels
 
 bench: $(STAMP)
 	$(BIN)/slicedkv bench $(or $(NAME),--list) $(ARGS)

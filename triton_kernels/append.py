@@ -205,8 +205,8 @@ def _turned(low, high, cos, sin, ROTARY: tl.constexpr):
 def _store_halves(base, offsets, low, high, inside, factor, HALF: tl.constexpr, LIMIT: tl.constexpr):
     """Store two halves in the target's type, scaled and saturated where that is a float8."""
     if LIMIT > 0:
-        low = _within(low / factor, LIMIT)
-        high = _within(high / factor, LIMIT)
+        low = _within(tl.div_rn(low, factor), LIMIT)
+        high = _within(tl.div_rn(high, factor), LIMIT)
     tl.store(base + offsets, low.to(base.dtype.element_ty), mask=inside)
     tl.store(base + offsets + HALF, high.to(base.dtype.element_ty), mask=inside)
 

@@ -53,7 +53,7 @@ def plan_decode(
         raise ValueError(f"q has {q.shape[0]} rows; they must be a multiple of q_len, {q_len}")
     _, max_len, num_kv_heads, head_dim = k_cache.shape
     capability, multiprocessors = traits(q.device)
-    tile = tile or decode_tile(capability)
+    tile = tile or decode_tile(capability, k_cache.element_size())
     rows_per_head = q_len * (q.shape[1] // num_kv_heads)
     heads = _heads(tile.heads, rows_per_head, k_cache, v_cache)
     rows = min(_MAX_ROWS, padded(heads * rows_per_head))

@@ -5,7 +5,7 @@ Nothing is tuned at run time: the first call of a shape costs a compilation, nev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 __all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_splits", "decode_tile", "prefill_tile"]
@@ -69,9 +69,11 @@ _PREFILL: dict[tuple[int, int], dict[int, PrefillTile]] = {
 _PREFILL_FLOAT32 = {128: PrefillTile(32, 32, 4, 2), 256: PrefillTile(16, 16, 4, 2)}
 
 
-def decode_tile(capability: tuple[int, int]) -> DecodeTile:
-    """Return the choice for an architecture."""
-    return _DECODE[_nearest(tuple(_DECODE), capability)]
+def decode_tile(capability: tuple[int, int], itemsize: int) -> DecodeTile:
+    """Return the choice for an architecture and the cache's item size."""
+    tile = _DECODE[_nearest(tuple(_DECODE), capability)]
+    # As many bytes of a float8 are twice the tokens: with as many warps their scores would not stay in registers.
+    return replace(tile, warps=2 * tile.warps) if itemsize == 1 else tile
 
 
 def prefill_tile(capability: tuple[int, int], itemsize: int, head_dim: int) -> PrefillTile:

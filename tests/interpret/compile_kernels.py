@@ -85,10 +85,11 @@ def _type(name: str, case: Case) -> str:
 
 def decode_case(arch: int, rows: str, cache: str, head_dim: int, group: int = 4, **constants: Any) -> Case:
     """Build the split kernel as the launcher does."""
-    tile = decode_tile((arch // 10, arch % 10))
+    itemsize = getattr(torch, cache).itemsize
+    tile = decode_tile((arch // 10, arch % 10), itemsize)
     heads = constants.pop("HEADS", 1)
     width = padded(heads * head_dim)
-    tokens = min(256, max(16, tile.tile_bytes // (width * getattr(torch, cache).itemsize)))
+    tokens = min(256, max(16, tile.tile_bytes // (width * itemsize)))
     shape = {"GROUP": group, "Q_LEN": 1, "HEADS": heads, "HEAD_DIM": head_dim, "NUM_HEADS": 32}
     blocks = {"BLOCK_M": 16, "BLOCK_N": tokens, "BLOCK_W": width, "ROW_TILES": 1, "SPLIT": True}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

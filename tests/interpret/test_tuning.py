@@ -9,7 +9,8 @@ from slicedkv.triton_kernels.tuning import append_tile, choose_splits, decode_ti
 
 @pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (13, 0)])
 def test_every_architecture_has_choices(capability: tuple[int, int]) -> None:
-    assert decode_tile(capability).tile_bytes >= 4096
+    for itemsize in (1, 2, 4):
+        assert decode_tile(capability, itemsize).tile_bytes >= 4096
     for head_dim in (16, 64, 80, 96, 128, 192, 256):
         for itemsize in (2, 4):
             tile = prefill_tile(capability, itemsize, head_dim)

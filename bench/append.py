@@ -1,0 +1,108 @@
+"""Is appending to slices as fast as a plain copy of as many bytes, and is rotary embedding free on the way?
+
+python bench/append.py [--quick]
+
+Rows of a packed batch go to one layer of Llama-3-8B's shape, as decode (many requests, one token each) and as prefill.
+Every call of a timing has its own source and its own target.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import copy_rate, parser, show, write_result
+from slices import HEAD_DIM, Memory, Place, Shape, time_calls
+
+from slicedkv.triton_kernels import append_kv
+
+Row = dict[str, Any]
+LAYERS, HEADS, GROUP = 32, 8, 4
+CASES = ((1, 1), (64, 1), (256, 1), (512, 1), (1, 512), (4, 512), (1, 8192), (4, 8192))
+"""Requests, and new tokens of each."""
+MIN_BYTES, MAX_CALLS = 512 << 20, 512
+
+
+class Sources:
+    """New rows of many calls."""
+
+    def __init__(self, batch: int, q_len: int) -> None:
+        self.rows = batch * q_len
+        self.bytes_moved = 2 * 2 * self.rows * HEADS * HEAD_DIM * 2
+        self.calls = min(MAX_CALLS, max(4, MIN_BYTES // self.bytes_moved))
+        shape = (self.calls, 2, self.rows, HEADS, HEAD_DIM)
+        self.kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn(self.rows, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.q_out = torch.empty_like(self.q)
+
+
+def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float) -> Row:
+    """Append alone, with rotary, with rotary of q as well, and a copy of the same bytes."""
+    sources = Sources(batch, q_len)
+    shape = Shape(batch, max(32, q_len * 2), LAYERS, HEADS, GROUP)
+    lens = torch.full((batch,), shape.length - 3 if q_len > 1 else 17, device="cuda", dtype=torch.int32)
+    lanes = (
+        torch.arange(batch, device="cuda", dtype=torch.int32),
+        torch.arange(batch + 1, device="cuda", dtype=torch.int32) * q_len,
+        lens,
+    )
+    angles = torch.rand(shape.length, HEAD_DIM // 2, device="cuda") * 6
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    copies = memory.elements // shape.plane_elements
+    views = [memory.sliced(shape, Place(i % LAYERS, i // LAYERS % copies)) for i in range(sources.calls)]
+
+    def calls(**options: Any) -> list[Callable[[], object]]:
+        return [
+            lambda new=new, kv=kv: append_kv(*new, *kv, *lanes, **options)
+            for new, kv in zip(sources.kv, views, strict=True)
+        ]
+
+    check(sources, views, int(lens[0]), q_len, calls()[-1])
+    seconds = {
+        "append": time_calls(calls(), repeats),
+        "append_rotary": time_calls(calls(**tables), repeats),
+        "append_rotary_q": time_calls(calls(**tables, q=sources.q, q_out=sources.q_out), repeats),
+    }
+    targets = torch.empty_like(sources.kv)
+    pairs = zip(targets, sources.kv, strict=True)
+    seconds["copy"] = time_calls([lambda to=to, new=new: to.copy_(new) for to, new in pairs], repeats)
+    row: Row = {"batch": batch, "q_len": q_len, "tokens": sources.rows}
+    row |= {f"{name}_us": value * 1e6 for name, value in seconds.items()}
+    rate = sources.bytes_moved / seconds["append"]
+    row |= {"append_gb_s": rate / 1e9, "copy_rate_share": rate / copied}
+    row["same_size_copy_share"] = seconds["copy"] / seconds["append"]
+    return row | {"rotary_cost": seconds["append_rotary"] / seconds["append"] - 1}
+
+
+def check(
+    sources: Sources, views: list[tuple[Tensor, Tensor]], length: int, q_len: int, last: Callable[[], object]
+) -> None:
+    """Stop before a wrong result is timed."""
+    last()
+    for cache, rows in zip(views[-1], sources.kv[-1], strict=True):
+        if not torch.equal(cache[:, length - q_len : length].reshape(rows.shape), rows):
+            raise SystemExit(f"append of {sources.rows} rows is wrong")
+
+
+def main() -> None:
+    """Measure all cases."""
+    options = parser(__doc__ or "").parse_args()
+    if options.device == "cpu":
+        raise SystemExit("this benchmark needs an NVIDIA GPU")
+    copied = copy_rate()
+    memory = Memory(16 << 30)
+    rows = []
+    for batch, q_len in CASES[::3] if options.quick else CASES:
+        rows.append(measure(memory, batch, q_len, 3 if options.quick else 7, copied))
+        show(rows[-1])
+    print("wrote", write_result("append", options, rows, copy_rate_gb_s=copied / 1e9))
+
+
+if __name__ == "__main__":
+    main()

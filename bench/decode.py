@@ -1,0 +1,192 @@
+"""Is decode over slices as fast as over anything else, and near the memory's limit?
+
+python bench/decode.py [--quick] [--tune]
+
+Every shape is timed on slices, on contiguous layers and, if FlashInfer is installed, by FlashInfer on a paged cache
+with shuffled pages of 16 tokens. All are CUDA graphs over many layers. `--tune` instead searches launch choices for
+`triton_kernels/tuning.py` and prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import copy_rate, parser, progress, show, write_result
+from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
+
+from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
+from slicedkv.triton_kernels.tuning import decode_tile
+
+Row = dict[str, Any]
+Call = Callable[[], object]
+MODELS = ((32, 8, 4), (60, 4, 8), (80, 1, 8))
+"""Layers, KV heads and group: Llama-3-8B, Yi-34B on two GPUs, Llama-3-70B on eight."""
+BATCHES, LENGTHS = (1, 4, 16, 64, 128), (1024, 4096, 16384, 65536, 131072)
+LARGE_LAYER_BYTES = 512 << 20
+COORDINATES: dict[str, tuple[int, ...]] = {
+    "tile_bytes": (8192, 16384, 32768),
+    "stages": (2, 3, 4, 5),
+    "warps": (2, 4, 8),
+    "heads": (1, 2, 4),
+    "programs_per_sm": (1, 2, 3, 4),
+}
+
+
+def shapes(memory: Memory, quick: bool) -> Iterator[Shape]:
+    """The grid, as far as it fits."""
+    for layers, heads, group in MODELS:
+        for batch in BATCHES[::2] if quick else BATCHES:
+            for length in LENGTHS[::2] if quick else LENGTHS:
+                shape = Shape(batch, length, layers, heads, group)
+                if memory.fits(shape):
+                    yield shape
+
+
+class Decode:
+    """Calls of our kernel on one shape, with the buffers they share."""
+
+    def __init__(self, shape: Shape, tile: DecodeTile | None = None) -> None:
+        self.shape, self.tile = shape, tile
+        self.q = torch.randn(shape.batch, shape.heads * shape.group, HEAD_DIM, device="cuda").bfloat16()
+        self.out = torch.empty_like(self.q)
+        self.reqids = torch.arange(shape.batch, device="cuda", dtype=torch.int32).flip(0).contiguous()
+        self.lens = torch.full_like(self.reqids, shape.length)
+        self.workspace: Tensor | None = None
+
+    def call(self, k: Tensor, v: Tensor) -> Call:
+        """Attend over one layer."""
+        if self.workspace is None:
+            numel = decode_workspace_numel(self.q, k, v, tile=self.tile)
+            self.workspace = torch.empty(numel, device="cuda")
+        buffers = {"workspace": self.workspace, "out": self.out, "tile": self.tile}
+        return lambda: decode_attention(self.q, k, v, self.reqids, self.lens, **buffers)
+
+    def check(self, name: str, k: Tensor, v: Tensor) -> None:
+        """Compare first and last lane with the reference."""
+        self.out.fill_(float("nan"))
+        self.call(k, v)()
+        for lane in {0, self.shape.batch - 1}:
+            reqid = int(self.reqids[lane])
+            check(
+                f"{name} {self.shape}", self.out[lane : lane + 1], attend(self.q[lane : lane + 1], k[reqid], v[reqid])
+            )
+
+
+def flashinfer_calls(memory: Memory, shape: Shape, places: list[Place]) -> list[Call] | None:
+    """FlashInfer with tensor cores on a paged cache of the same bytes; None if it is not installed."""
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except ImportError:
+        return None
+    pages = shuffled_pages(shape)
+    indptr = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * pages.shape[1]
+    last = torch.full((shape.batch,), 16, dtype=torch.int32, device="cuda")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    heads = (shape.heads * shape.group, shape.heads, HEAD_DIM)
+    wrapper.plan(indptr, pages.flatten(), last, *heads, 16, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    ours = Decode(shape)
+    paged = [[rows.view(-1, 16, shape.heads, HEAD_DIM) for rows in memory.per_layer(shape, place)] for place in places]
+    k, v = paged[0]
+    first = pages[0].long()
+    expected = attend(ours.q[:1], k[first].flatten(0, 1), v[first].flatten(0, 1))
+    check(f"flashinfer {shape}", wrapper.run(ours.q, (k, v))[:1], expected)
+    return [lambda k=k, v=v: wrapper.run(ours.q, (k, v), out=ours.out) for k, v in paged]
+
+
+def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
+    """All variants of one shape."""
+    places = memory.places(shape)
+    ours = Decode(shape)
+    seconds: dict[str, float] = {}
+    for name, view in (("sliced", memory.sliced), ("per_layer", memory.per_layer)):
+        views = [view(shape, place) for place in places]
+        ours.check(name, *views[-1])
+        seconds[name] = time_calls([ours.call(k, v) for k, v in views], repeats)
+    theirs = flashinfer_calls(memory, shape, places)
+    if theirs:
+        seconds["flashinfer_paged"] = time_calls(theirs, repeats)
+    rate = shape.layer_bytes / seconds["sliced"]
+    row: Row = {**shape._asdict(), "layers_timed": len(places)}
+    row |= {f"{name}_us": value * 1e6 for name, value in seconds.items()}
+    row |= {"sliced_gb_s": rate / 1e9, "copy_rate_share": rate / copied}
+    row |= {f"vs_{name}": value / seconds["sliced"] for name, value in seconds.items() if name != "sliced"}
+    return row | {"large": shape.layer_bytes >= LARGE_LAYER_BYTES}
+
+
+def cost(memory: Memory, tile: DecodeTile) -> float:
+    """Product over a few shapes of time over the time that 4 TB/s would take; infinite if the tile does not fit."""
+    total = 1.0
+    for batch, length, model in (
+        (1, 131072, 0),
+        (8, 8192, 0),
+        (16, 32768, 0),
+        (128, 2048, 0),
+        (16, 16384, 1),
+        (64, 8192, 2),
+    ):
+        shape = Shape(batch, length, *MODELS[model])
+        if not memory.fits(shape):
+            continue
+        try:
+            ours = Decode(shape, tile)
+            views = [memory.sliced(shape, place) for place in memory.places(shape)]
+            ours.check(f"{tile}", *views[-1])
+            seconds = time_calls([ours.call(k, v) for k, v in views], 5)
+        except Exception as failure:  # a tile that asks for too much of the GPU is only a bad tile
+            if type(failure).__name__ != "OutOfResources":
+                raise
+            return float("inf")
+        total *= seconds / (shape.layer_bytes / 4e12)
+    return total
+
+
+def tune(memory: Memory) -> DecodeTile:
+    """Search along one launch choice after another."""
+    best = decode_tile(torch.cuda.get_device_capability(), 2)
+    least = cost(memory, best)
+    show({"cost": least, **dataclasses.asdict(best)})
+    for name, values in COORDINATES.items():
+        for value in values:
+            tile = dataclasses.replace(best, **{name: value})
+            if tile == best:
+                continue
+            found = cost(memory, tile)
+            show({"cost": found, **dataclasses.asdict(tile)})
+            if found < least * 0.995:
+                best, least = tile, found
+    print("best:", best, f"cost {least:.4f}", flush=True)
+    return best
+
+
+def main() -> None:
+    """Measure the grid, or tune."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--tune", action="store_true", help="search launch choices instead")
+    options = arguments.parse_args()
+    if options.device == "cpu":
+        raise SystemExit("this benchmark needs an NVIDIA GPU")
+    copied = copy_rate()
+    progress(f"copy rate {copied / 1e9:.0f} GB/s")
+    memory = Memory(24 << 30 if options.quick else 72 << 30 if options.tune else 100 * 10**9)
+    if options.tune:
+        tune(memory)
+        return
+    rows = []
+    for shape in shapes(memory, options.quick):
+        rows.append(measure(memory, shape, 3 if options.quick else 5, copied))
+        show(rows[-1])
+    print("wrote", write_result("decode", options, rows, copy_rate_gb_s=copied / 1e9))
+
+
+if __name__ == "__main__":
+    main()
