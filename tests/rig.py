@@ -80,3 +80,13 @@ class Rig:
         self.pool.trim()
         assert self.fake.created_bytes == 0
         assert mapper_threads() == self._threads
+
+
+def mapped(cache: SlicedKVCache, reqid: int) -> int:
+    """Pages per plane mapped behind a request."""
+    return cache._state.backing.mapped(reqid)
+
+
+def settle(cache: SlicedKVCache) -> None:
+    """Wait until the mapper has nothing more to do."""
+    wait_until(lambda: not cache._mapper._news and cache.pool.gate._holder is None)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from rig import PAGE, SHAPE
 
-from slicedkv import SlicedKVCache
+from slicedkv import PagePool, SlicedKVCache
+from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -116,3 +118,24 @@ def tiny_model() -> Callable[..., Any]:
         return model(config(**(defaults | options))).to(dtype).eval()
 
     return make
+
+
+@pytest.fixture
+def open_cache() -> Iterator[Callable[..., tuple[SlicedKVCache, FaultyDriver, FakeDriver]]]:
+    """Open caches of Llama-3-8B's shape over a fake driver."""
+    opened: list[SlicedKVCache] = []
+
+    def make(
+        *, limit_pages: int = 1000, extent_pages: int = 1, **options: Any
+    ) -> tuple[SlicedKVCache, FaultyDriver, FakeDriver]:
+        fake = FakeDriver(PAGE, total_bytes=1 << 40)
+        driver = FaultyDriver(fake)
+        pool = PagePool(driver, page_bytes=PAGE, memory_limit=limit_pages * PAGE, extent_pages=extent_pages)
+        opened.append(SlicedKVCache(**(SHAPE | {"max_seq_len": 8192} | options), pool=pool))
+        return opened[-1], driver, fake
+
+    yield make
+    for cache in opened:
+        cache.pool.driver.inner.finish_fences()  # type: ignore[attr-defined]
+        cache.check_integrity()
+        cache.close()

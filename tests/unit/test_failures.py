@@ -6,17 +6,15 @@ Cases B4 and B5 on the calling thread and through the mapper, B3's counts, and t
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
+from rig import PAGE, SHAPE, wait_until
 
 from slicedkv import DriverError, OutOfPagesError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
-PAGE = 2 << 20
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver]]
 
 
@@ -31,9 +29,7 @@ def open_faulty() -> Iterator[Open]:
         fake = FakeDriver(PAGE, total_bytes=total_pages * PAGE)
         driver = FaultyDriver(fake)
         pool = PagePool(driver, page_bytes=PAGE, memory_limit=limit_pages * PAGE, extent_pages=extent_pages)
-        shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.float16}
-        shape |= {"max_batch_size": 8, "max_seq_len": 4096, "mapper": "sync"} | options
-        cache = SlicedKVCache(**shape, pool=pool)
+        cache = SlicedKVCache(**(SHAPE | {"max_batch_size": 8, "mapper": "sync"} | options), pool=pool)
         opened.append((cache, driver, fake))
         return cache, driver
 
@@ -60,13 +56,6 @@ def fails_in(op: str, call: Callable[[], bool]) -> bool:
         return not call()
     except DriverError as error:
         return error.op == op
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
