@@ -132,10 +132,13 @@ class Mapper:
         _finishing.add(running)
 
         def run() -> None:
+            nonlocal finish
             for _ in range(_FINISH_TRIES):
                 with suppress(Exception):
                     finish()
                     break
+            # What dies with it makes driver calls, too: an interpreter that has ended by then would end the process.
+            del finish
             _finishing.discard(running)
             running.release()
 

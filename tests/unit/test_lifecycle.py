@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from rig import PAGE, SMALL, Rig, mapper_threads, memory_files, wait_until
 
 from slicedkv import DriverError, SlicedKVCache, StateError
+from slicedkv.mapper import wait_for_finishing
 
 
 @pytest.fixture
@@ -262,3 +264,20 @@ def test_a_view_keeps_its_addresses_reserved() -> None:
     assert keys.shape == (10_000_000, 2, 16)
     del keys
     assert not is_reserved(first, num_bytes)
+
+
+def test_what_is_finished_elsewhere_is_gone_before_the_interpreter_may_end(rig: Rig) -> None:
+    """What a dropped cache held dies on the thread that closes it, and frees addresses by driver calls of its own."""
+    gone = []
+
+    class Parts:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+            gone.append(True)
+
+    def holding(parts: Parts) -> Callable[[], None]:
+        return lambda: parts and None
+
+    rig.open()._mapper.finish_elsewhere(holding(Parts()))
+    wait_for_finishing()
+    assert gone == [True]
