@@ -18,6 +18,7 @@ A slot is a whole number of pages, so no two slots share one; inside a slot rows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from .errors import ConfigError
@@ -46,7 +47,7 @@ class SliceGeometry(NamedTuple):
     strides: tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """Geometry of a cache.
 
@@ -79,12 +80,12 @@ class KVLayout:
         if self.kind not in get_args(LayoutKind):
             raise ConfigError(f"layout is {self.kind!r}; use one of {', '.join(get_args(LayoutKind))}")
 
-    @property
+    @cached_property
     def num_planes(self) -> int:
         """Number of reservations: 2, 1 or 2N."""
         return {"sliced": 2, "interleaved": 1, "per_layer": 2 * self.num_layers}[self.kind]
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one token's elements in a plane."""
         heads = (self.num_kv_heads, self.head_dim)
@@ -94,7 +95,7 @@ class KVLayout:
             "per_layer": heads,
         }[self.kind]
 
-    @property
+    @cached_property
     def row_elements(self) -> int:
         """Elements of one token in one plane: the token stride of every layer slice."""
         elements = 1
@@ -102,27 +103,27 @@ class KVLayout:
             elements *= extent
         return elements
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token in one plane."""
         return self.row_elements * self.itemsize
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all planes; the same for every kind."""
         return self.row_bytes * self.num_planes
 
-    @property
+    @cached_property
     def rows_per_slot(self) -> int:
         """Rows a slot has addresses for: max_seq_len and the guard rows behind it."""
         return self.max_seq_len + self.guard_tokens
 
-    @property
+    @cached_property
     def pages_per_slot(self) -> int:
         """Pages of one slot in one plane when it is full."""
         return -(-self.rows_per_slot * self.row_bytes // self.page_bytes)
 
-    @property
+    @cached_property
     def slot_stride_bytes(self) -> int:
         """Distance of two slots in a plane, a whole number of pages."""
         return self.pages_per_slot * self.page_bytes
@@ -132,7 +133,7 @@ class KVLayout:
         """Virtual bytes of one plane."""
         return self.max_batch_size * self.slot_stride_bytes
 
-    @property
+    @cached_property
     def tokens_per_page(self) -> int:
         """Whole tokens in one page of one plane, at least 1 (a row may be longer than a page)."""
         return max(1, self.page_bytes // self.row_bytes)

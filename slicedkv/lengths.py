@@ -20,6 +20,7 @@ __all__ = ["LengthTable", "SeqLens", "parse_seq_lens"]
 SeqLens: TypeAlias = "Mapping[int, int] | Sequence[int] | torch.Tensor"
 """``{reqid: len}``, or `max_batch_size` lengths (list, numpy array or CPU tensor of integers; 0 = idle)."""
 
+_MOST = 2**63 - 1
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
@@ -34,9 +35,7 @@ def parse_seq_lens(seq_lens: SeqLens, num_slots: int) -> torch.Tensor:
     if isinstance(seq_lens, torch.Tensor):
         vector = seq_lens
     elif isinstance(seq_lens, Mapping):
-        vector = torch.zeros(num_slots, dtype=torch.int64)
-        for reqid, length in seq_lens.items():
-            vector[check_int("reqid", reqid, 0, num_slots - 1)] = check_int(f"seq_lens[{reqid}]", length, 0)
+        vector = _from_mapping(seq_lens, num_slots)
     elif type(seq_lens).__module__ == "numpy":
         vector = torch.as_tensor(seq_lens)
     else:
@@ -48,6 +47,16 @@ def parse_seq_lens(seq_lens: SeqLens, num_slots: int) -> torch.Tensor:
     if vector.shape != (num_slots,):
         raise ConfigError(f"seq_lens has shape {tuple(vector.shape)}; it must have max_batch_size = {num_slots} items")
     return vector if vector.dtype is torch.int64 else vector.to(torch.int64)
+
+
+def _from_mapping(seq_lens: Mapping[int, int], num_slots: int) -> torch.Tensor:
+    packed = array("q", bytes(8 * num_slots))
+    for reqid, length in seq_lens.items():
+        if not (type(reqid) is type(length) is int and 0 <= reqid < num_slots and 0 <= length <= _MOST):
+            reqid = check_int("reqid", reqid, 0, num_slots - 1)
+            length = check_int(f"seq_lens[{reqid}]", length, 0, _MOST)
+        packed[reqid] = length
+    return torch.frombuffer(packed, dtype=torch.int64)
 
 
 def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
