@@ -21,8 +21,7 @@ from .common import (
     check_queries,
     check_rows,
     check_scales,
-    find_lane,
-    find_slot,
+    find_place,
     on_device,
     padded,
     traits,
@@ -42,7 +41,7 @@ def append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     reqids: Tensor,
-    cu_q_lens: Tensor,
+    cu_q_lens: Tensor | None,
     seq_lens: Tensor,
     *,
     rotary_cos: Tensor | None = None,
@@ -66,9 +65,10 @@ def append_kv(
     reqids, seq_lens : Tensor
         ``[lanes]`` int32 or int64 on the device: slot of each lane and its length, the new tokens included. Nothing is
         written for a reqid outside ``[0, B)``, such as -1, nor at a position outside ``[0, L)``.
-    cu_q_lens : Tensor
+    cu_q_lens : Tensor or None
         ``[lanes + 1]`` int32 or int64 on the device, ascending from 0: the packed rows of lane i are
-        ``[cu_q_lens[i], cu_q_lens[i + 1])``. Rows past the last belong to nobody.
+        ``[cu_q_lens[i], cu_q_lens[i + 1])``. Rows past the last belong to nobody. None: lane i has row i alone, as in
+        decode; the kernel then searches nothing.
     rotary_cos, rotary_sin : Tensor, optional
         ``[positions, D / 2]`` of any float, last dimension contiguous. Given both, K is turned: dimension d with
         dimension ``d + D / 2``.
@@ -108,7 +108,10 @@ def append_kv(
         raise ValueError(f"k_new has {num_rows} rows and v_new {len(v_new)}")
     check_index("reqids", reqids, k_cache.device, lanes)
     check_index("seq_lens", seq_lens, k_cache.device, lanes)
-    check_index("cu_q_lens", cu_q_lens, k_cache.device, lanes + 1)
+    if cu_q_lens is not None:
+        check_index("cu_q_lens", cu_q_lens, k_cache.device, lanes + 1)
+    elif num_rows != lanes:
+        raise ValueError(f"k_new has {num_rows} rows and reqids {lanes}; without cu_q_lens every lane has one row")
     k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
     rotary = _check_rotary(rotary_cos, rotary_sin, positions, k_new)
     if q is not None:
@@ -129,7 +132,8 @@ def append_kv(
             *source.stride()[:2], *target.stride()[:2], cos.stride(0), sin.stride(0), k_factor, v_factor,
             num_rows, max_batch_size, max_seq_len, cos.shape[0], lanes, lanes.bit_length(), num_blocks, num_kv_heads,
             HEAD_DIM=head_dim, BLOCK_T=tile.tokens, BLOCK_H=padded(head_dim // 2, 8), LIMIT=_limit(k_cache.dtype),
-            ROTARY=rotary, HAS_POSITIONS=positions is not None, HAS_Q=q is not None, num_warps=tile.warps,
+            ROTARY=rotary, HAS_POSITIONS=positions is not None, HAS_Q=q is not None, ONE_EACH=cu_q_lens is None,
+            num_warps=tile.warps,
         )  # fmt: skip
     return q_out
 
@@ -190,15 +194,25 @@ def _halves(base, offsets, inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, cos, sin, ROTARY: tl.constexpr):
+def _angles(
+    rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
+    BLOCK_H: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Return cosine and sine of rows; 0 where they have no place or the tables no angle."""
+    columns = tl.arange(0, BLOCK_H)
+    angle = position
+    if HAS_POSITIONS:
+        angle = tl.load(positions + rows, mask=rows < num_rows, other=-1).to(tl.int64)
+    known = inside & ((angle >= 0) & (angle < num_angles))[:, None]
+    cos = tl.load(cos_table + angle[:, None] * cos_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + angle[:, None] * sin_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _turned(low, high, cos, sin):
     """Turn pairs of dimensions by their angle."""
-    if ROTARY:
-        first = low * cos - high * sin
-        second = high * cos + low * sin
-    else:
-        first = low
-        second = high
-    return first, second
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit
@@ -224,45 +238,50 @@ def _append_kernel(
     q_row, q_head, qo_row, qo_head, cos_row, sin_row, k_scale, v_scale,
     num_rows, max_batch_size, max_seq_len, num_angles, num_lanes, steps, num_blocks, num_kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LIMIT: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_Q: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_Q: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head: a KV head's K and V, or, past those, a query head."""
+    """Some tokens of one head: a KV head's K and V, or, past those, a query head.
+
+    Rows that are not turned are loaded before their place is known: the two take as long as one.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     block = tl.program_id(0) % num_blocks
     rows = (tl.program_id(0) // num_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_H)
-    lane = find_lane(cu_q_lens, rows, num_lanes, steps, 1, 0)
-    # Uncut, a length past the end of the cache moves no row to another place: rows out there are left out.
-    slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, 2147483647)
-    lane_end = tl.load(cu_q_lens + lane + 1).to(tl.int64)
-    position = length + rows - lane_end
-    # A padded lane has length 0, so its positions are negative; rows past the last lane have one past the length.
-    mapped = (position >= 0) & (position < tl.minimum(length, max_seq_len)) & (rows < num_rows)
-    inside = mapped[:, None] & (columns < HALF)[None, :]
-
-    cos = 1.0
-    sin = 0.0
-    if ROTARY:
-        angle = position
-        if HAS_POSITIONS:
-            angle = tl.load(positions + rows, mask=rows < num_rows, other=-1).to(tl.int64)
-        known = inside & ((angle >= 0) & (angle < num_angles))[:, None]
-        cos = tl.load(cos_table + angle[:, None] * cos_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
-        sin = tl.load(sin_table + angle[:, None] * sin_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
-
+    there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
     head = tl.cast(block, tl.int64)
     if block < num_kv_heads:
-        low, high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, HALF)
-        first, second = _turned(low, high, cos, sin, ROTARY)
+        if not ROTARY:
+            k_low, k_high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], there, HALF)
+            v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], there, HALF)
+        slot, position, mapped = find_place(
+            rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH
+        )
+        inside = mapped[:, None] & (columns < HALF)[None, :]
+        if ROTARY:
+            cos, sin = _angles(
+                rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
+                BLOCK_H, HAS_POSITIONS,
+            )  # fmt: skip
+            k_low, k_high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, HALF)
+            k_low, k_high = _turned(k_low, k_high, cos, sin)
         target = slot[:, None] * k_slot + position[:, None] * k_token + columns[None, :]
-        _store_halves(k_cache + head * k_head, target, first, second, inside, k_scale, HALF, LIMIT)
-        low, high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], inside, HALF)
+        _store_halves(k_cache + head * k_head, target, k_low, k_high, inside, k_scale, HALF, LIMIT)
+        if ROTARY:
+            v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], inside, HALF)
         target = slot[:, None] * v_slot + position[:, None] * v_token + columns[None, :]
-        _store_halves(v_cache + head * v_head, target, low, high, inside, v_scale, HALF, LIMIT)
+        _store_halves(v_cache + head * v_head, target, v_low, v_high, inside, v_scale, HALF, LIMIT)
     elif HAS_Q:
         head = head - num_kv_heads
+        slot, position, mapped = find_place(
+            rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH
+        )
+        inside = mapped[:, None] & (columns < HALF)[None, :]
+        cos, sin = _angles(
+            rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
+            BLOCK_H, HAS_POSITIONS,
+        )  # fmt: skip
         low, high = _halves(q + head * q_head, rows[:, None] * q_row + columns[None, :], inside, HALF)
-        first, second = _turned(low, high, cos, sin, ROTARY)
-        there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
+        low, high = _turned(low, high, cos, sin)
         target = rows[:, None] * qo_row + columns[None, :]
-        _store_halves(q_out + head * qo_head, target, first, second, there, 1.0, HALF, 0.0)
+        _store_halves(q_out + head * qo_head, target, low, high, there, 1.0, HALF, 0.0)

@@ -38,6 +38,11 @@ def traits(device: torch.device) -> Traits:
     return Traits((properties.major, properties.minor), properties.multi_processor_count)
 
 
+def interpreted() -> bool:
+    """Whether Triton was imported with TRITON_INTERPRET=1: kernels run on CPU tensors, slowly, and on no others."""
+    return not isinstance(find_lane, triton.runtime.JITFunction)
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current: Triton launches on the current one, whatever the arguments say."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
@@ -163,9 +168,8 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     """
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; the cache is on {device}")
-    interpreted = not isinstance(find_lane, triton.runtime.JITFunction)
-    if device.type != ("cpu" if interpreted else "cuda"):
-        where = "TRITON_INTERPRET=1 needs CPU tensors" if interpreted else "the kernels need CUDA tensors"
+    if device.type != ("cpu" if interpreted() else "cuda"):
+        where = "TRITON_INTERPRET=1 needs CPU tensors" if interpreted() else "the kernels need CUDA tensors"
         raise ValueError(f"{name} is on {device}; {where}")
 
 
@@ -254,3 +258,22 @@ def find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len):
     real = (slot >= 0) & (slot < max_batch_size)
     length = tl.where(real, tl.minimum(tl.maximum(length, 0), max_seq_len), 0)
     return tl.where(real, slot, 0), length
+
+
+@triton.jit
+def find_place(
+    rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH: tl.constexpr
+):
+    """Return slot and position of packed rows, and whether they have a place in the cache."""
+    if ONE_EACH:
+        lane = tl.minimum(rows, num_lanes - 1)
+        lane_end = lane + 1
+    else:
+        lane = find_lane(cu_q_lens, rows, num_lanes, steps, 1, 0)
+        lane_end = tl.load(cu_q_lens + lane + 1).to(tl.int64)
+    # Uncut, a length past the end of the cache moves no row to another place: rows out there are left out.
+    slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, 2147483647)
+    position = length + rows - lane_end
+    # A padded lane has length 0, so its positions are negative; rows past the last lane have one past the length.
+    mapped = (position >= 0) & (position < tl.minimum(length, max_seq_len)) & (rows < num_rows)
+    return slot, position, mapped

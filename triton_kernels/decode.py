@@ -24,7 +24,7 @@ from .common import (
     on_device,
     padded,
 )
-from .decode_plan import cut_workspace, plan_decode, workspace_numel
+from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
 from .tile import LN2, NOTHING, attend, finish_rows, start_rows
 from .tuning import DecodeTile
 
@@ -137,10 +137,11 @@ def decode_attention(
             num_warps=plan.tile.warps, num_stages=plan.tile.stages,
         )  # fmt: skip
         if split:
-            _join_kernel[(q.shape[0] * num_heads,)](
+            join = join_tile(q.shape[0] * num_heads, padded(head_dim), plan.num_splits, q.device)
+            _join_kernel[(q.shape[0] * num_heads, -(-head_dim // join.columns))](
                 parts, part_lse, out, lse, reqids, seq_lens, *out.stride()[:2], v_factor,
                 k_cache.shape[0], k_cache.shape[1], plan.num_splits,
-                Q_LEN=q_len, HEAD_DIM=head_dim, NUM_HEADS=num_heads, BLOCK_D=padded(head_dim),
+                Q_LEN=q_len, HEAD_DIM=head_dim, NUM_HEADS=num_heads, BLOCK_D=join.columns, BLOCK_S=join.splits,
                 BLOCK_N=plan.block_tokens, WINDOW=window or 0, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip
     return result
@@ -239,20 +240,20 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=_RUNTIME_INTS)
 def _join_kernel(
     parts, part_lse, out, lse, reqids, seq_lens, out_row, out_head, v_scale, max_batch_size, max_seq_len, num_splits,
-    Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One program joins the parts of one query row of one head."""
+    """One program joins some columns of the parts of one query row of one head."""
     place = tl.program_id(0).to(tl.int64)
     row = place // NUM_HEADS
     head = place % NUM_HEADS
     _, length = find_slot(reqids, seq_lens, row // Q_LEN, max_batch_size, max_seq_len)
-    columns = tl.arange(0, BLOCK_D)
-    index = tl.arange(0, 16)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    index = tl.arange(0, BLOCK_S)
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = tl.full([], NOTHING, tl.float32)
     total = tl.zeros([], tl.float32)
-    for first in tl.range(0, num_splits, 16):
+    for first in tl.range(0, num_splits, BLOCK_S):
         split = first + index
         begin, end = _part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
         written = (split < num_splits) & (begin < end)
@@ -270,5 +271,5 @@ def _join_kernel(
     divisor = tl.where(total == 0.0, 1.0, total)
     where = out + row * out_row + head * out_head + columns
     tl.store(where, (acc / divisor * v_scale).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-    if HAS_LSE:
+    if HAS_LSE and tl.program_id(1) == 0:
         tl.store(lse + place, (peak + tl.log2(divisor)) * LN2)

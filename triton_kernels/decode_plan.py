@@ -10,7 +10,7 @@ from torch import Tensor
 from .common import check_caches, check_device, check_queries, padded, traits
 from .tuning import DecodeTile, choose_splits, decode_tile
 
-__all__ = ["DecodePlan", "cut_workspace", "plan_decode", "workspace_numel"]
+__all__ = ["DecodePlan", "JoinTile", "cut_workspace", "join_tile", "plan_decode", "workspace_numel"]
 
 _MAX_ROWS = 64
 
@@ -25,6 +25,19 @@ class DecodePlan(NamedTuple):
     width: int
     num_splits: int
     tile: DecodeTile
+
+
+class JoinTile(NamedTuple):
+    """How parts are joined: so many at a time, and so many columns a program."""
+
+    splits: int
+    columns: int
+
+
+def join_tile(places: int, width: int, num_splits: int, device: torch.device) -> JoinTile:
+    """Choose how to join parts: where few heads have many parts, more programs share a head's columns."""
+    few = places < 4 * traits(device).multiprocessors
+    return JoinTile(min(64, padded(num_splits)), min(32, width) if few else width)
 
 
 def plan_decode(

@@ -13,7 +13,7 @@ __all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_spl
 MAX_SPLITS = 256
 _STARTUP_TOKENS = 64
 """What starting a program costs, in tokens it could have read meanwhile."""
-_REDUCTION_TOKENS = 96
+_REDUCTION_TOKENS = 192
 """The same for the second kernel."""
 
 
@@ -51,7 +51,7 @@ _DECODE: dict[tuple[int, int], DecodeTile] = {
     (0, 0): DecodeTile(),
     (8, 0): DecodeTile(tile_bytes=16384, stages=3),
     (8, 6): DecodeTile(tile_bytes=8192, stages=3),
-    (9, 0): DecodeTile(tile_bytes=16384, stages=3),
+    (9, 0): DecodeTile(tile_bytes=16384, stages=4, programs_per_sm=1),
     (10, 0): DecodeTile(tile_bytes=16384, stages=3),
     (12, 0): DecodeTile(tile_bytes=8192, stages=3),
 }
@@ -61,7 +61,7 @@ _PREFILL: dict[tuple[int, int], dict[int, PrefillTile]] = {
     (0, 0): {128: PrefillTile(64, 32, 4, 2), 256: PrefillTile(32, 16, 4, 2)},
     (8, 0): {64: PrefillTile(128, 64, 4, 3), 128: PrefillTile(128, 64, 8, 2), 256: PrefillTile(64, 32, 4, 2)},
     (8, 6): {64: PrefillTile(128, 64, 4, 2), 128: PrefillTile(64, 64, 4, 2), 256: PrefillTile(32, 32, 4, 2)},
-    (9, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 128, 8, 2), 256: PrefillTile(128, 64, 8, 2)},
+    (9, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 128, 8, 3), 256: PrefillTile(128, 64, 8, 2)},
     (10, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 64, 8, 3), 256: PrefillTile(128, 64, 8, 2)},
     (12, 0): {64: PrefillTile(128, 64, 4, 2), 128: PrefillTile(64, 64, 4, 2), 256: PrefillTile(32, 32, 4, 2)},
 }

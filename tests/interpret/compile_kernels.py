@@ -98,7 +98,14 @@ def decode_case(arch: int, rows: str, cache: str, head_dim: int, group: int = 4,
 
 def join_case(rows: str, head_dim: int) -> Case:
     """Build the kernel that joins the parts."""
-    shape = {"Q_LEN": 1, "HEAD_DIM": head_dim, "NUM_HEADS": 32, "BLOCK_D": padded(head_dim), "BLOCK_N": 64}
+    shape = {
+        "Q_LEN": 1,
+        "HEAD_DIM": head_dim,
+        "NUM_HEADS": 32,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_N": 64,
+        "BLOCK_S": 64,
+    }
     return Case(decode._join_kernel, rows, rows, shape)
 
 
@@ -115,7 +122,7 @@ def append_case(rows: str, cache: str, head_dim: int, *, rotary: bool) -> Case:
     """Build the append kernel as the launcher does."""
     shape = {"HEAD_DIM": head_dim, "BLOCK_T": 16, "BLOCK_H": padded(head_dim // 2, 8)}
     limit = append._limit(getattr(torch, cache))
-    options = {"ROTARY": rotary, "HAS_POSITIONS": rotary, "HAS_Q": rotary, "LIMIT": limit}
+    options = {"ROTARY": rotary, "HAS_POSITIONS": rotary, "HAS_Q": rotary, "ONE_EACH": not rotary, "LIMIT": limit}
     return Case(append._append_kernel, rows, cache, shape | options, {"num_warps": 4})
 
 

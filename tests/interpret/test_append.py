@@ -50,6 +50,25 @@ def test_strided_rows_and_wide_indices() -> None:
     assert torch.equal(v, expected[1])
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+def test_one_row_a_lane_needs_no_ends(rotary: bool) -> None:
+    reqids, lens = index([2, -1, 0, 3, 1]), index([20, 3, 40, 0, 41])  # one padded, one empty, one past the cache
+    new, q = torch.randn(5, 2, 32), torch.randn(5, 4, 32)
+    new[1], q[1] = float("nan"), float("nan")
+    angles = torch.rand(40, 16) * 6
+    options = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "q": q} if rotary else {}
+    results = []
+    for cu_q_lens in (index(range(6)), None):
+        k, v = planes(4, 40, 2, 2, 32, FLOAT32)
+        k.zero_(), v.zero_()
+        results.append((k, v, append_kv(new, -new, k[1], v[1], reqids, cu_q_lens, lens, **options)))
+    for one, other in zip(*results, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    k, v, _ = results[1]
+    assert torch.equal(v[1, 2, 19], -new[0])
+    assert (v != 0).any(dim=-1).any(dim=-1).sum() == (k != 0).any(dim=-1).any(dim=-1).sum() == 2
+
+
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_rotary_at_the_positions_in_the_cache(head_dim: int) -> None:
     k, v = planes(4, 40, 2, 2, head_dim, FLOAT32)
