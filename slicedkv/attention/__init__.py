@@ -6,27 +6,78 @@ A new backend is one more row of the table below.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import BackendUnavailableError, ConfigError
-from .base import AttentionBackend, Batch, KVSource
+from .base import AttentionBackend, KVSource
+from .batch import Batch
 
-__all__ = ["AttentionBackend", "Batch", "KVSource", "available_backends", "open_backend"]
+__all__ = ["AttentionBackend", "Batch", "Choice", "KVSource", "available_backends", "choose_backend", "open_backend"]
 
-# Name -> module and class, in the order in which "auto" tries them.
+# Name -> module and class.
 _BACKENDS = {
+    "flashinfer": ("flashinfer", "FlashInferBackend"),
+    "triton": ("triton", "TritonBackend"),
+    "flash_attn": ("flash_attn", "FlashAttentionBackend"),
     "sdpa": ("sdpa", "SDPABackend"),
     "reference": ("reference", "ReferenceBackend"),
+}
+
+
+class Choice(NamedTuple):
+    """What "auto" takes: a backend, options for it, and why."""
+
+    name: str
+    options: dict[str, Any]
+    why: str
+
+
+# In this order. The figures behind it are bench/results/decode-h200.json and prefill-h200.json.
+_AUTO = {
+    "cuda": (
+        Choice("flashinfer", {"decode": "triton"}, "fastest for prompts; tokens are decoded by the Triton kernels"),
+        Choice("triton", {}, "reads every dtype and head dimension in place, and decodes in CUDA graphs"),
+        Choice("flash_attn", {}, "reads slices in place, one call for all decoding requests"),
+        Choice("sdpa", {}, "runs wherever torch does, one call for each request"),
+        Choice("reference", {}, "plain torch operations, slow"),
+    ),
+    "cpu": (
+        Choice("sdpa", {}, "the fastest without a GPU"),
+        Choice("reference", {}, "plain torch operations, slow; reads float8"),
+    ),
 }
 
 
 def available_backends(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> dict[str, str | None]:
-    """Return for every backend None when it would run there, else the reason why not, in the order of preference."""
+    """Return for every backend None when it would run there, else the reason why not."""
     return {name: _missing(name, torch.device(device), dtype, head_dim) for name in _BACKENDS}
+
+
+def choose_backend(
+    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options: Any
+) -> Choice:
+    """Return what "auto" takes: the first backend that runs there and knows these options.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is none; the message says why not, of each.
+    """
+    device = torch.device(device)
+    reasons = []
+    for choice in _AUTO.get(device.type, _AUTO["cpu"]):
+        reason = _missing(choice.name, device, dtype, head_dim)
+        if reason is None and (unknown := _unknown(_load(choice.name), options)):
+            reason = f"has no option {', '.join(unknown)}"
+        if reason is None:
+            return choice
+        reasons.append(f"{choice.name}: {reason}")
+    raise BackendUnavailableError(f"no attention backend for {dtype} on {device}: {'; '.join(reasons)}")
 
 
 def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: Any) -> AttentionBackend:
@@ -35,7 +86,7 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
     Parameters
     ----------
     name : str
-        A backend's name, or "auto" for the first that runs on the cache's device and dtype.
+        A backend's name, or "auto" for what `choose_backend` finds.
     cache : KVSource
     num_qo_heads : int
     **options
@@ -44,20 +95,30 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
     Raises
     ------
     ConfigError
-        No backend has this name, or an option does not fit.
+        No backend has this name, it has no such option, or a value does not fit.
     BackendUnavailableError
         The backend cannot run here; the message says why.
     """
     if name != "auto" and name not in _BACKENDS:
         raise ConfigError(f"backend is {name!r}; use 'auto' or one of {', '.join(_BACKENDS)}")
     first = cache.k(0)
-    reasons: list[str] = []
-    for candidate in _BACKENDS if name == "auto" else (name,):
-        reason = _missing(candidate, first.device, first.dtype, first.shape[-1])
-        if reason is None:
-            return _load(candidate)(cache, num_qo_heads=num_qo_heads, **options)
-        reasons.append(f"{candidate}: {reason}")
-    raise BackendUnavailableError(f"no attention backend for {first.dtype} on {first.device}: {'; '.join(reasons)}")
+    if name == "auto":
+        choice = choose_backend(first.device, first.dtype, first.shape[-1], **options)
+        name, options = choice.name, {**choice.options, **options}
+    elif (reason := _missing(name, first.device, first.dtype, first.shape[-1])) is not None:
+        raise BackendUnavailableError(f"no attention backend {name!r} for {first.dtype} on {first.device}: {reason}")
+    backend = _load(name)
+    if unknown := _unknown(backend, options):
+        raise ConfigError(f"backend {name!r} has no option {', '.join(unknown)}; it has {', '.join(_options(backend))}")
+    return backend(cache, num_qo_heads=num_qo_heads, **options)
+
+
+def _options(backend: type[AttentionBackend]) -> list[str]:
+    return [name for name in inspect.signature(backend).parameters if name not in {"cache", "num_qo_heads"}]
+
+
+def _unknown(backend: type[AttentionBackend], options: dict[str, Any]) -> list[str]:
+    return [name for name in options if name not in _options(backend)]
 
 
 def _load(name: str) -> type[AttentionBackend]:

@@ -1,4 +1,4 @@
-"""What every attention backend shares: the `Batch` of one step, the `AttentionBackend` contract and its checks.
+"""What every attention backend shares: the `AttentionBackend` contract and its checks.
 
 A backend reads and writes layer slices through `KVSource` and knows nothing of pages, drivers, slots' states or the
 scheduler. It trusts its caller that `step` has backed every row a batch names.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import ClassVar, NamedTuple, Protocol
+from itertools import pairwise
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..checks import check_int
 from ..errors import ConfigError, StateError
+from .batch import PADDED, Batch, Lane
 
-__all__ = ["FLOAT8_DTYPES", "PADDED", "AttentionBackend", "Batch", "KVSource", "Lane"]
+__all__ = ["FLOAT8_DTYPES", "AttentionBackend", "KVSource"]
 
-PADDED = -1
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -35,94 +33,6 @@ class KVSource(Protocol):
     def v(self, layer: int) -> Tensor:
         """Return V of `layer` as a ``[B, L, H, D]`` view."""
         ...
-
-
-class Lane(NamedTuple):
-    """One request of a batch: its slot, the packed rows ``[begin, end)`` it owns, and its length with them."""
-
-    reqid: int
-    begin: int
-    end: int
-    seq_len: int
-
-    @property
-    def q_len(self) -> int:
-        """Number of new tokens."""
-        return self.end - self.begin
-
-    @property
-    def past_len(self) -> int:
-        """Number of tokens before the new ones: the position of the first new one."""
-        return self.seq_len - self.q_len
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step: prefill, chunks of prefill and decode mixed, packed in request order.
-
-    Attributes
-    ----------
-    reqids : tuple of int
-        Slot of each lane; -1 is a padded lane, which reads and writes nothing and whose output is zeros.
-    q_lens : tuple of int
-        New tokens of each lane, possibly 0. They are the last `q_lens[i]` tokens of the request.
-    seq_lens : tuple of int
-        Length of each request, the new tokens included; ignored for a padded lane.
-
-    Raises
-    ------
-    ConfigError
-        The three differ in length, a value is out of range, or a reqid occurs twice.
-    """
-
-    reqids: tuple[int, ...]
-    q_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-
-    def __init__(self, reqids: Sequence[int], q_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        if not len(reqids) == len(q_lens) == len(seq_lens):
-            raise ConfigError(
-                f"reqids, q_lens and seq_lens have lengths {len(reqids)}, {len(q_lens)} and {len(seq_lens)}; "
-                "they must be equal"
-            )
-        object.__setattr__(self, "reqids", tuple(check_int("reqid", reqid, PADDED) for reqid in reqids))
-        object.__setattr__(self, "q_lens", tuple(check_int("q_len", q_len, 0) for q_len in q_lens))
-        object.__setattr__(self, "seq_lens", tuple(check_int("seq_len", seq_len, 0) for seq_len in seq_lens))
-        seen: set[int] = set()
-        for reqid, q_len, seq_len in zip(self.reqids, self.q_lens, self.seq_lens, strict=True):
-            if reqid == PADDED:
-                continue
-            if reqid in seen:
-                raise ConfigError(f"reqid {reqid} occurs twice in a batch; give each request one lane")
-            if q_len > seq_len:
-                raise ConfigError(f"q_len is {q_len} and seq_len {seq_len} for reqid {reqid}; q_len must be <= seq_len")
-            seen.add(reqid)
-
-    @property
-    def total_q(self) -> int:
-        """Number of packed rows."""
-        return sum(self.q_lens)
-
-    @property
-    def cu_q_lens(self) -> tuple[int, ...]:
-        """First packed row of each lane and, last, `total_q`."""
-        return tuple(accumulate(self.q_lens, initial=0))
-
-    def lanes(self) -> list[Lane]:
-        """Return the lanes that have something to do: a real request and at least one new token."""
-        ends = accumulate(self.q_lens)
-        return [
-            Lane(reqid, end - q_len, end, seq_len)
-            for reqid, q_len, seq_len, end in zip(self.reqids, self.q_lens, self.seq_lens, ends, strict=True)
-            if reqid != PADDED and q_len
-        ]
-
-    def positions(self) -> list[int]:
-        """Return each packed row's position in its request; 0 in padded lanes."""
-        positions: list[int] = []
-        for reqid, q_len, seq_len in zip(self.reqids, self.q_lens, self.seq_lens, strict=True):
-            positions += [0] * q_len if reqid == PADDED else range(seq_len - q_len, seq_len)
-        return positions
 
 
 class AttentionBackend(ABC):
@@ -152,6 +62,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    fills_padding: ClassVar[bool] = False
+    """Whether `_run` itself writes the zeros of padded lanes."""
 
     def __init__(self, cache: KVSource, *, num_qo_heads: int, scale: float | None = None, causal: bool = True) -> None:
         first = cache.k(0)
@@ -176,25 +88,42 @@ class AttentionBackend(ABC):
         """Return None when this backend can run there, else the reason why not."""
 
     @property
+    def captures(self) -> bool:
+        """Whether `append` and `run` of a decode step may be captured in a CUDA graph; see `plan`."""
+        return False
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    def plan(self, batch: Batch) -> None:
+    def plan(self, batch: Batch, *, graph: bool = False) -> None:
         """Prepare for one step; serves all layers until the next `plan`.
+
+        Parameters
+        ----------
+        batch : Batch
+        graph : bool
+            The step's `append` and `run` are being captured in a CUDA graph on the current stream, or replayed from
+            one captured after a `plan` of as many lanes. Each lane must have one token. Rows of padded lanes may then
+            hold anything finite.
 
         Raises
         ------
         ConfigError
-            A reqid or length does not fit the cache; the former plan stays.
+            A reqid or length does not fit the cache, or the batch a graph; the former plan stays.
         """
-        for lane in batch.lanes():
-            check_int("reqid", lane.reqid, PADDED, self.max_batch_size - 1)
-            check_int(f"seq_len of reqid {lane.reqid}", lane.seq_len, 0, self.max_seq_len)
-        self._plan(batch)
-        self._batch, self._lanes, self._total_q = batch, batch.lanes(), batch.total_q
-        spans = zip(batch.reqids, batch.cu_q_lens, batch.cu_q_lens[1:], strict=False)
-        self._padding = [(begin, end) for reqid, begin, end in spans if reqid == PADDED]
+        lanes = batch.lanes()
+        for lane in lanes:
+            if lane.reqid >= self.max_batch_size or lane.seq_len > self.max_seq_len:
+                check_int("reqid", lane.reqid, PADDED, self.max_batch_size - 1)
+                check_int(f"seq_len of reqid {lane.reqid}", lane.seq_len, 0, self.max_seq_len)
+        if graph:
+            self._check_graph(batch)
+        self._plan(batch, graph=graph)
+        self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
+        spans = () if graph or self.fills_padding else zip(batch.reqids, pairwise(batch.cu_q_lens), strict=True)
+        self._padding = [(begin, end) for reqid, (begin, end) in spans if reqid == PADDED]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the new tokens' K and V into `layer`.
@@ -265,7 +194,16 @@ class AttentionBackend(ABC):
         if tensor.device != self.device:
             raise ConfigError(f"{name} is on {tensor.device}; the cache is on {self.device}")
 
-    def _plan(self, batch: Batch) -> None:  # noqa: B027
+    def _check_graph(self, batch: Batch) -> None:
+        if not self.captures:
+            raise ConfigError(f"backend {self.name!r} cannot be captured in a CUDA graph; plan without graph")
+        if batch.total_q != len(batch.reqids) or len(batch.reqids) > self.max_batch_size:
+            raise ConfigError(
+                f"a batch of {len(batch.reqids)} lanes and {batch.total_q} tokens is planned for a graph; it needs one "
+                f"token a lane, and at most {self.max_batch_size} lanes"
+            )
+
+    def _plan(self, batch: Batch, *, graph: bool) -> None:  # noqa: B027
         """Prepare more than the lanes, for backends that need to; on failure `plan` keeps the former batch."""
 
     @abstractmethod

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionBackend, KVSource, Lane
+from .base import AttentionBackend, KVSource
+from .batch import Lane
 
 __all__ = ["ReferenceBackend"]
 

