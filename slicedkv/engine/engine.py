@@ -44,6 +44,8 @@ class EngineStep:
         Steps before this one.
     seconds : float
         Wall time of the step.
+    wait_seconds : float
+        How much of it was spent waiting for the device to have the tokens.
     num_running, num_waiting : int
         Requests after it.
     num_tokens : int
@@ -60,6 +62,7 @@ class EngineStep:
 
     index: int
     seconds: float
+    wait_seconds: float
     num_running: int
     num_waiting: int
     num_tokens: int
@@ -85,6 +88,9 @@ class Engine:
         Longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
     backend : str
         Attention backend, see `open_backend`.
+    cuda_graphs : bool, optional
+        Whether steps in which every request computes one token are captured and replayed as CUDA graphs, one for each
+        padded number of requests. By default where backend and model allow it.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
     **cache_kwargs
@@ -109,6 +115,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens_per_step: int | None = None,
         backend: str = "auto",
+        cuda_graphs: bool | None = None,
         on_step: Callable[[EngineStep], None] | None = None,
         **cache_kwargs: Any,
     ) -> None:
@@ -124,7 +131,7 @@ class Engine:
             self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget)
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
             self.backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
-            self._runner = ModelRunner(model, self.backend)
+            self._runner = ModelRunner(model, self.backend, cuda_graphs=cuda_graphs)
         except BaseException:
             self.cache.close()
             raise
@@ -187,8 +194,12 @@ class Engine:
             return []
         logits = self._runner.forward(plan)
         ready = self.scheduler.complete(plan)
+        chosen = sample(logits, ready)
+        wait = time.perf_counter()
+        tokens: list[int] = chosen.tolist()
+        wait = time.perf_counter() - wait
         events = []
-        for request, token in zip(ready, sample(logits, ready), strict=True):
+        for request, token in zip(ready, tokens, strict=True):
             request.accept(token)
             events.append(Event(request, token, request.finish_reason))
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
@@ -198,6 +209,7 @@ class Engine:
             record = EngineStep(
                 index=self.num_steps,
                 seconds=time.perf_counter() - start,
+                wait_seconds=wait,
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
                 num_tokens=plan.num_tokens,

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..attention import AttentionBackend, Batch
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import ATTENTION_NAME
+from .graphs import DecodeGraphs
 from .scheduler import StepPlan
 
 __all__ = ["ModelRunner"]
@@ -25,22 +26,27 @@ class ModelRunner:
         A causal language model in evaluation mode.
     backend : AttentionBackend
         Over the cache that the scheduler steps.
+    cuda_graphs : bool, optional
+        Whether decode steps are captured; by default where backend and model can be.
 
     Raises
     ------
     ConfigError
-        The model is in training mode.
+        The model is in training mode, or graphs are wanted and cannot be had.
     StateError
         Another engine uses the model.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, *, cuda_graphs: bool | None = None) -> None:
         if model.training:
             raise ConfigError("the model is in training mode; call model.eval()")
         if model.config._attn_implementation == ATTENTION_NAME:
             raise StateError("another engine uses the model; close it first")
+        if cuda_graphs is None:
+            cuda_graphs = DecodeGraphs.obstacle(model, backend) is None
         self.model = model
         self.backend = backend
+        self.graphs = DecodeGraphs(model, backend) if cuda_graphs else None
         self._former_attention = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION_NAME)
 
@@ -52,7 +58,7 @@ class ModelRunner:
         -------
         Tensor
             ``[n, vocabulary]``: logits after the last token of the `n` requests whose pending tokens end here, in
-            packed order.
+            packed order. The next call may overwrite them.
         """
         if self.model.config._attn_implementation != ATTENTION_NAME:
             raise StateError(
@@ -67,6 +73,8 @@ class ModelRunner:
             plan.q_lens,
             [request.num_computed + n for request, n in zip(requests, plan.q_lens, strict=True)],
         )
+        if self.graphs is not None and len(rows) == batch.total_q == len(requests):
+            return self.graphs.forward(tokens, batch)
         self.backend.plan(batch)
         # The head runs on the wanted rows only: logits of every prompt token would be the largest tensor of the step.
         output = self.model(
@@ -80,7 +88,8 @@ class ModelRunner:
         return logits
 
     def close(self) -> None:
-        """Give the model its former attention back."""
+        """Give the model its former attention back, and the memory of graphs to torch."""
+        self.graphs = None
         self.model.set_attn_implementation(self._former_attention)
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Logits -> tokens. Each request draws from its own generator, so what is batched with it changes nothing.
+"""Logits -> tokens, on the device. Each request draws from its own generator, so what is batched with it changes
+nothing.
 
 Knows requests and torch; neither models nor caches.
 """
@@ -14,9 +15,11 @@ from .request import Request
 
 __all__ = ["sample"]
 
+_ROWS_AT_A_TIME = 64  # a few sorted copies of the logits in float64 are the sampler's memory
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """Choose the next token of each request. Synchronises with the GPU.
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Choose the next token of each request. Waits for nothing.
 
     Parameters
     ----------
@@ -27,24 +30,33 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
     Returns
     -------
-    list of int
+    Tensor
+        ``[len(requests)]`` int64, on the device of the logits.
     """
-    if not requests:
-        return []
     chosen = logits.argmax(dim=-1)
-    for row, request in enumerate(requests):
-        if request.params.temperature > 0:
-            chosen[row] = _draw(logits[row], request)
-    tokens: list[int] = chosen.tolist()
-    return tokens
+    drawing = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    for start in range(0, len(drawing), _ROWS_AT_A_TIME):
+        rows = drawing[start : start + _ROWS_AT_A_TIME]
+        index = torch.tensor(rows).to(logits.device, non_blocking=True)
+        chosen[index] = _draw(logits[index], [requests[row] for row in rows])
+    return chosen
 
 
-def _draw(logits: Tensor, request: Request) -> Tensor:
-    """Draw one token by inverting the cumulative distribution of the kept tokens, likeliest first."""
+def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Draw one token a row by inverting the cumulative distribution of the kept tokens, likeliest first."""
+    numbers = torch.tensor(
+        [(request.params.temperature, request.params.top_p, _uniform(request)) for request in requests],
+        dtype=torch.float64,
+    )
+    temperature, top_p, uniform = numbers.to(logits.device, non_blocking=True)[:, :, None].unbind(dim=1)
     # float64: in float32 the sum over a vocabulary of 100,000 may fall short of 1 by more than its tail.
-    shares, order = (logits.double() / request.params.temperature).softmax(dim=-1).sort(descending=True, stable=True)
+    shares, order = (logits.double() / temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative = shares.cumsum(dim=-1)
-    before = cumulative - shares
-    kept = int((before < request.params.top_p).sum())
-    point = torch.rand((), generator=request.generator, dtype=torch.float64).item() * cumulative[kept - 1]
-    return order[torch.searchsorted(cumulative[:kept], point, right=True).clamp(max=kept - 1)]
+    last = (cumulative - shares < top_p).sum(dim=-1, keepdim=True) - 1
+    point = uniform * cumulative.gather(1, last)
+    place = torch.minimum(torch.searchsorted(cumulative, point, right=True), last)
+    return order.gather(1, place)[:, 0]
+
+
+def _uniform(request: Request) -> float:
+    return float(torch.rand((), generator=request.generator, dtype=torch.float64))

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from slicedkv.engine import FinishReason, Request, RequestState, SamplingParams
-from slicedkv.engine.sampler import sample
+from slicedkv.engine.sampler import sample as sample_on_device
 from slicedkv.errors import ConfigError
+
+
+def sample(logits, requests):
+    return sample_on_device(logits, requests).tolist()
 
 
 def request(request_id=0, prompt=(5, 6, 7), eos=(2,), **params):

@@ -1,0 +1,135 @@
+"""Decode steps of a model as CUDA graphs, one for each padded number of requests.
+
+A step of one token a request launches the same kernels every time; captured, they cost the host one launch. Lengths,
+slots and tokens are read from memory that stays in place, so requests come, grow and go, and pages are mapped, between
+two replays. Knows the model and the attention backend; neither queues nor pages.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..attention import AttentionBackend, Batch
+from ..errors import ConfigError
+from ..integrations.transformers import decoder_config
+
+__all__ = ["DecodeGraphs", "graph_sizes"]
+
+_DATA_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """Captures a size when it is first needed, and replays it from then on.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    backend : AttentionBackend
+
+    Raises
+    ------
+    ConfigError
+        The backend or the model cannot be captured; see `obstacle`.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+        reason = self.obstacle(model, backend)
+        if reason:
+            raise ConfigError(f"decode steps cannot be captured in CUDA graphs: {reason}; pass cuda_graphs=False")
+        self._model, self._backend = model, backend
+        self._sizes = graph_sizes(backend.max_batch_size)
+        self._inputs = torch.zeros(2 * backend.max_batch_size, dtype=torch.int64, device=backend.device)
+        self._captured: dict[int, _Captured] = {}
+
+    @staticmethod
+    def obstacle(model: PreTrainedModel, backend: AttentionBackend) -> str | None:
+        """Return why steps cannot be captured, or None."""
+        if not backend.captures:
+            return f"attention backend {backend.name!r} on {backend.device} does not support it"
+        rope = (getattr(decoder_config(model), "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in _DATA_DEPENDENT_ROPE:
+            return f"rope_type {rope!r} looks at the positions of each step on the host"
+        return None
+
+    @property
+    def num_captured(self) -> int:
+        """Sizes captured so far."""
+        return len(self._captured)
+
+    def forward(self, tokens: list[int], batch: Batch) -> Tensor:
+        """Compute one token of each request, K and V going to the cache.
+
+        Parameters
+        ----------
+        tokens : list of int
+        batch : Batch
+            One token a lane, no lane padded.
+
+        Returns
+        -------
+        Tensor
+            ``[len(tokens), vocabulary]``, overwritten by the next call.
+        """
+        count = len(tokens)
+        size = next(size for size in self._sizes if size >= count)
+        padding = [0] * (size - count)
+        lens = [*batch.seq_lens, *padding]
+        padded = Batch([*batch.reqids, *(-1 for _ in padding)], [1] * size, lens)
+        values = torch.tensor([*tokens, *padding, *padded.positions()], dtype=torch.int64, pin_memory=True)
+        self._inputs[: 2 * size].copy_(values, non_blocking=True)
+        self._backend.plan(padded, graph=True)
+        if size in self._captured:
+            captured = self._captured[size]
+            captured.graph.replay()
+        else:
+            captured = self._captured[size] = self._capture(size)
+            captured.graph.replay()
+        return captured.logits[:count]
+
+    def _capture(self, size: int) -> _Captured:
+        """Capture the planned step. It runs once before, so that libraries and kernels are loaded; rows that it appends
+        are appended again with the same values.
+        """
+        current, side = torch.cuda.current_stream(self._backend.device), _capture_stream(self._backend.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._run(size)
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
+        # Other threads, such as the mapper's, go on with their calls meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            logits = self._run(size)
+        return _Captured(graph, logits)
+
+    def _run(self, size: int) -> Tensor:
+        output = self._model(
+            input_ids=self._inputs[None, :size],
+            position_ids=self._inputs[None, size : 2 * size],
+            use_cache=False,
+            slicedkv_backend=self._backend,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream that graphs are captured on: libraries keep a workspace for every stream they see."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Return the numbers of requests to capture, up to `max_batch_size`: few, none much larger than what it is for."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch_size + 1, 32)]
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
