@@ -3,11 +3,12 @@
 python bench/append.py [--quick]
 
 Rows of a packed batch go to one layer of Llama-3-8B's shape, as decode (many requests, one token each) and as prefill.
-Every call of a timing has its own source and its own target.
+Every call of a timing has its own source and its own target. Beside it FlashInfer's append, if installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import copy_rate, parser, show, write_result
 from slices import HEAD_DIM, Memory, Place, Shape, time_calls
 
+from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import append_kv
 
 Row = dict[str, Any]
@@ -69,6 +71,10 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
         "append_rotary": time_calls(calls(**tables), repeats),
         "append_rotary_q": time_calls(calls(**tables, q=sources.q, q_out=sources.q_out), repeats),
     }
+    theirs = flashinfer_calls(sources, views, lanes)
+    if theirs:
+        check(sources, views, int(lens[0]), q_len, theirs[-1])
+        seconds["flashinfer"] = time_calls(theirs, repeats)
     targets = torch.empty_like(sources.kv)
     pairs = zip(targets, sources.kv, strict=True)
     seconds["copy"] = time_calls([lambda to=to, new=new: to.copy_(new) for to, new in pairs], repeats)
@@ -78,6 +84,27 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
     row |= {"append_gb_s": rate / 1e9, "copy_rate_share": rate / copied}
     row["same_size_copy_share"] = seconds["copy"] / seconds["append"]
     return row | {"rotary_cost": seconds["append_rotary"] / seconds["append"] - 1}
+
+
+def flashinfer_calls(
+    sources: Sources, views: list[tuple[Tensor, Tensor]], lanes: tuple[Tensor, ...]
+) -> list[Callable[[], object]]:
+    """FlashInfer's append on the slices as pages; nothing without it."""
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except ImportError:
+        return []
+    reqids, cu_q_lens, lens = lanes
+    view = PagedView.of(views[0][0], 32)
+    indptr, numbers, last = (part.cuda() for part in view.table(reqids.tolist(), lens.tolist()))
+    rows = torch.arange(sources.rows, device="cuda", dtype=torch.int32)
+    lane = torch.searchsorted(cu_q_lens, rows, right=True).int() - 1
+    position = lens[lane] - cu_q_lens[lane + 1] + rows
+    pages = [tuple(view.pages(part) for part in pair) for pair in views]
+    return [
+        lambda new=new, kv=kv: flashinfer.append_paged_kv_cache(*new, lane, position, kv, numbers, indptr, last)
+        for new, kv in zip(sources.kv, pages, strict=True)
+    ]
 
 
 def check(

@@ -2,15 +2,16 @@
 
 python bench/decode.py [--quick] [--tune]
 
-Every shape is timed on slices, on contiguous layers and, if FlashInfer is installed, by FlashInfer on a paged cache
-with shuffled pages of 16 tokens. All are CUDA graphs over many layers. `--tune` instead searches launch choices for
-`triton_kernels/tuning.py` and prints them.
+Every shape is timed on slices, on contiguous layers and, if FlashInfer is installed, by FlashInfer on slices and on a
+paged cache with shuffled pages of 16 tokens. All are CUDA graphs over many layers. `--tune` instead searches launch
+choices for `triton_kernels/tuning.py` and prints them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import copy_rate, parser, progress, show, write_result
 from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
 
+from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
-from slicedkv.triton_kernels.tuning import decode_tile
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -32,13 +33,19 @@ MODELS = ((32, 8, 4), (60, 4, 8), (80, 1, 8))
 """Layers, KV heads and group: Llama-3-8B, Yi-34B on two GPUs, Llama-3-70B on eight."""
 BATCHES, LENGTHS = (1, 4, 16, 64, 128), (1024, 4096, 16384, 65536, 131072)
 LARGE_LAYER_BYTES = 512 << 20
-COORDINATES: dict[str, tuple[int, ...]] = {
-    "tile_bytes": (8192, 16384, 32768),
-    "stages": (2, 3, 4, 5),
-    "warps": (2, 4, 8),
-    "heads": (1, 2, 4),
-    "programs_per_sm": (1, 2, 3, 4),
+TUNED: dict[str, tuple[int, ...]] = {
+    "tile_bytes": (16384, 32768),
+    "stages": (2, 3, 4),
+    "warps": (4, 8),
+    "heads": (1, 2),
+    "programs_per_sm": (1, 2),
 }
+"""Launch choices that `--tune` tries, each with each."""
+TUNED_ON = (
+    (1, 131072, 0), (8, 8192, 0), (16, 32768, 0), (128, 2048, 0), (1, 16384, 1), (16, 1024, 1), (128, 1024, 1),
+    (16, 16384, 1), (1, 16384, 2), (64, 8192, 2),
+)  # fmt: skip
+"""Batch, length and model of the shapes that decide."""
 
 
 def shapes(memory: Memory, quick: bool) -> Iterator[Shape]:
@@ -81,26 +88,45 @@ class Decode:
             )
 
 
-def flashinfer_calls(memory: Memory, shape: Shape, places: list[Place]) -> list[Call] | None:
-    """FlashInfer with tensor cores on a paged cache of the same bytes; None if it is not installed."""
+def flashinfer_calls(memory: Memory, shape: Shape, places: list[Place]) -> dict[str, list[Call]]:
+    """FlashInfer with tensor cores, on a classic paged cache of the same bytes and on slices; nothing without it."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
-        return None
+        return {}
+    ours = Decode(shape)
+    paged = [[rows.view(-1, 16, shape.heads, HEAD_DIM) for rows in memory.per_layer(shape, place)] for place in places]
+    slices = [memory.sliced(shape, place) for place in places]
+    view = PagedView.of(slices[0][0], 64)
+    viewed = [[view.pages(rows) for rows in pair] for pair in slices]
     pages = shuffled_pages(shape)
-    indptr = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * pages.shape[1]
-    last = torch.full((shape.batch,), 16, dtype=torch.int32, device="cuda")
+    of_slices = view.table(ours.reqids.tolist(), [shape.length] * shape.batch)[1].cuda().view(shape.batch, -1)
+    k, v = paged[0]
+    first = pages[0].long()
+    expected = {
+        "flashinfer_paged": attend(ours.q[:1], k[first].flatten(0, 1), v[first].flatten(0, 1)),
+        "flashinfer_sliced": attend(ours.q[:1], *(rows[int(ours.reqids[0])] for rows in slices[0])),
+    }
+    calls = {}
+    for name, table, page, layers in (
+        ("flashinfer_paged", pages, 16, paged),
+        ("flashinfer_sliced", of_slices, 64, viewed),
+    ):
+        wrapper = planned(flashinfer, shape, table, page)
+        check(f"{name} {shape}", wrapper.run(ours.q, tuple(layers[0]))[:1], expected[name])
+        calls[name] = [lambda w=wrapper, kv=tuple(kv): w.run(ours.q, kv, out=ours.out) for kv in layers]
+    return calls
+
+
+def planned(flashinfer: Any, shape: Shape, table: Tensor, page: int) -> Any:
+    """FlashInfer's wrapper for one token of every request."""
+    indptr = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * table.shape[1]
+    last = torch.full((shape.batch,), page, dtype=torch.int32, device="cuda")
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     heads = (shape.heads * shape.group, shape.heads, HEAD_DIM)
-    wrapper.plan(indptr, pages.flatten(), last, *heads, 16, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-    ours = Decode(shape)
-    paged = [[rows.view(-1, 16, shape.heads, HEAD_DIM) for rows in memory.per_layer(shape, place)] for place in places]
-    k, v = paged[0]
-    first = pages[0].long()
-    expected = attend(ours.q[:1], k[first].flatten(0, 1), v[first].flatten(0, 1))
-    check(f"flashinfer {shape}", wrapper.run(ours.q, (k, v))[:1], expected)
-    return [lambda k=k, v=v: wrapper.run(ours.q, (k, v), out=ours.out) for k, v in paged]
+    wrapper.plan(indptr, table.flatten(), last, *heads, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    return wrapper
 
 
 def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
@@ -112,9 +138,8 @@ def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
         views = [view(shape, place) for place in places]
         ours.check(name, *views[-1])
         seconds[name] = time_calls([ours.call(k, v) for k, v in views], repeats)
-    theirs = flashinfer_calls(memory, shape, places)
-    if theirs:
-        seconds["flashinfer_paged"] = time_calls(theirs, repeats)
+    for name, calls in flashinfer_calls(memory, shape, places).items():
+        seconds[name] = time_calls(calls, repeats)
     rate = shape.layer_bytes / seconds["sliced"]
     row: Row = {**shape._asdict(), "layers_timed": len(places)}
     row |= {f"{name}_us": value * 1e6 for name, value in seconds.items()}
@@ -124,19 +149,10 @@ def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
 
 
 def cost(memory: Memory, tile: DecodeTile) -> float:
-    """Product over a few shapes of time over the time that 4 TB/s would take; infinite if the tile does not fit."""
+    """Geometric mean of the time over what 4 TB/s would take; infinite if the tile does not fit."""
     total = 1.0
-    for batch, length, model in (
-        (1, 131072, 0),
-        (8, 8192, 0),
-        (16, 32768, 0),
-        (128, 2048, 0),
-        (16, 16384, 1),
-        (64, 8192, 2),
-    ):
+    for batch, length, model in TUNED_ON:
         shape = Shape(batch, length, *MODELS[model])
-        if not memory.fits(shape):
-            continue
         try:
             ours = Decode(shape, tile)
             views = [memory.sliced(shape, place) for place in memory.places(shape)]
@@ -147,25 +163,18 @@ def cost(memory: Memory, tile: DecodeTile) -> float:
                 raise
             return float("inf")
         total *= seconds / (shape.layer_bytes / 4e12)
-    return total
+    return total ** (1 / len(TUNED_ON))
 
 
-def tune(memory: Memory) -> DecodeTile:
-    """Search along one launch choice after another."""
-    best = decode_tile(torch.cuda.get_device_capability(), 2)
-    least = cost(memory, best)
-    show({"cost": least, **dataclasses.asdict(best)})
-    for name, values in COORDINATES.items():
-        for value in values:
-            tile = dataclasses.replace(best, **{name: value})
-            if tile == best:
-                continue
-            found = cost(memory, tile)
-            show({"cost": found, **dataclasses.asdict(tile)})
-            if found < least * 0.995:
-                best, least = tile, found
-    print("best:", best, f"cost {least:.4f}", flush=True)
-    return best
+def tune(memory: Memory) -> None:
+    """Try all combinations and print the best."""
+    found = []
+    for values in itertools.product(*TUNED.values()):
+        tile = DecodeTile(**dict(zip(TUNED, values, strict=True)))
+        found.append((cost(memory, tile), tile))
+        show({"cost": found[-1][0], **dataclasses.asdict(tile)})
+    for least, tile in sorted(found, key=lambda pair: pair[0])[:8]:
+        print(f"{least:.4f} {tile}", flush=True)
 
 
 def main() -> None:

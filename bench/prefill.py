@@ -3,8 +3,8 @@
 python bench/prefill.py [--quick] [--tune]
 
 Prompts and chunks on a cached prefix, causal: our Triton kernel on slices and on contiguous layers and, if FlashInfer
-is installed, its `single_prefill` on both and its paged wrapper on shuffled pages of 16 tokens. `--tune` instead times
-launch choices for `triton_kernels/tuning.py`.
+is installed, its `single_prefill` on both, and its kernel for pages on slices and on shuffled pages of 16 tokens.
+`--tune` instead times launch choices for `triton_kernels/tuning.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, progress, show, time_cuda, write_result
 from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 
+from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
 
 Row = dict[str, Any]
@@ -30,7 +31,8 @@ Run = Callable[[int], object]
 LAYERS, HEADS, GROUP = 32, 8, 4
 CASES = (
     (16, 2048, 2048), (1, 2048, 2048), (1, 8192, 8192), (1, 32768, 32768), (1, 131072, 131072),
-    (1, 2048, 32768), (1, 16384, 131072), (8, 512, 8192),
+    (1, 2048, 32768), (1, 16384, 131072), (8, 512, 8192), (1, 512, 512), (64, 128, 128), (16, 512, 512),
+    (4, 2048, 2048), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096),
 )  # fmt: skip
 """Requests, new tokens of each, and length of each."""
 ROTATION = 4
@@ -78,16 +80,30 @@ class Case:
     def flashinfer_paged(self, flashinfer: Any) -> tuple[Run, Tensor]:
         """FlashInfer on a paged cache of the same bytes, and the pages of each request."""
         pages = shuffled_pages(self.shape)
-        indptr = torch.arange(self.shape.batch + 1, device="cuda", dtype=torch.int32) * pages.shape[1]
-        last = torch.full((self.shape.batch,), 16, device="cuda", dtype=torch.int32)
+        wrapper = self.planned(flashinfer, pages, 16)
+        views = [tuple(rows.view(-1, 16, HEADS, HEAD_DIM) for rows in pair) for pair in self.views("per_layer")]
+        return lambda turn: wrapper.run(self.q, views[turn], out=self.out), pages
+
+    def flashinfer_view(self, flashinfer: Any) -> Run:
+        """FlashInfer's kernel for pages on slices."""
+        slices = self.views("sliced")
+        view = PagedView.of(slices[0][0], 64)
+        table = view.table(self.reqids.tolist(), [self.shape.length] * self.shape.batch)[1].cuda()
+        wrapper = self.planned(flashinfer, table.view(self.shape.batch, -1), 64)
+        views = [tuple(view.pages(rows) for rows in pair) for pair in slices]
+        return lambda turn: wrapper.run(self.q, views[turn], out=self.out)
+
+    def planned(self, flashinfer: Any, table: Tensor, page: int) -> Any:
+        """FlashInfer's wrapper for this batch and page table."""
+        indptr = torch.arange(self.shape.batch + 1, device="cuda", dtype=torch.int32) * table.shape[1]
+        last = torch.full((self.shape.batch,), page, device="cuda", dtype=torch.int32)
         workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         wrapper.plan(
-            self.cu_q_lens, indptr, pages.flatten(), last, HEADS * GROUP, HEADS, HEAD_DIM, 16, causal=True,
+            self.cu_q_lens, indptr, table.flatten(), last, HEADS * GROUP, HEADS, HEAD_DIM, page, causal=True,
             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        views = [tuple(rows.view(-1, 16, HEADS, HEAD_DIM) for rows in pair) for pair in self.views("per_layer")]
-        return lambda turn: wrapper.run(self.q, views[turn], out=self.out), pages
+        return wrapper
 
     def check(self, name: str, run: Run, layout: str, pages: Tensor | None = None) -> None:
         """Compare the first and the last new tokens of first and last request with the reference."""
@@ -130,6 +146,7 @@ def measure(memory: Memory, batch: int, q_len: int, length: int, repeats: int) -
     else:
         variants["single_sliced"] = (case.flashinfer_single(flashinfer, "sliced"), "sliced", None)
         variants["single_contiguous"] = (case.flashinfer_single(flashinfer, "per_layer"), "per_layer", None)
+        variants["view_sliced"] = (case.flashinfer_view(flashinfer), "sliced", None)
         run, pages = case.flashinfer_paged(flashinfer)
         variants["flashinfer_paged"] = (run, "per_layer", pages)
     row: Row = {"batch": batch, "q_len": q_len, "length": length}
