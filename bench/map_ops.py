@@ -2,8 +2,9 @@
 
     python bench/map_ops.py [--device cuda] [--quick]
 
-Calls are made singly and timed one by one; `slow` counts those of more than 5 ms. Beside them a process that does
-nothing but look at the clock tells how long the machine itself stops now and then.
+First the growth of one request in each layout. Then calls, made singly and timed one by one; `slow` counts those of
+more than 5 ms. Beside them a process that does nothing but look at the clock tells how long the machine itself stops
+now and then.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, percentiles, progress, show, write_result
-from spin import Device
+from spin import SHAPES, Device
 
 from slicedkv.vmm import Driver, open_driver
 
@@ -70,6 +72,34 @@ def watch(until: float, pauses: Any) -> None:
     pauses.put(found)
 
 
+def rounds(device: Device, count: int) -> list[tuple[int, int, bool]]:
+    """Pages a handle, handles, and whether the GPU is at work; on a GPU at last as many as fill most of its memory."""
+    if not device.is_cuda:
+        return [(1, count // 8, False), (16, count // 128, False)]
+    return [(pages, count // pages, at_work) for pages in (1, 16) for at_work in (False, True)] + [
+        (1, count * 10, False)
+    ]
+
+
+def growth(device: Device, quick: bool) -> Iterator[Row]:
+    """One request that grows by what one more page of every plane holds, mapped inline."""
+    kinds: list[tuple[str, int | None]] = [("sliced", None), ("interleaved", None), ("per_layer", None)]
+    if not device.is_cuda:
+        kinds.append(("per_layer", 64 << 10))  # what only a modified driver has on a GPU
+    for layout, page_bytes in kinds:
+        options = {"layout": layout, "page_bytes": page_bytes, "mapper": "sync", "lookahead_tokens": 0}
+        with device.cache(SHAPES["llama-3-8b"], 1, 24_576, extent_pages=1, memory_limit=4 << 30, **options) as cache:
+            reqid, tokens, taken = cache.alloc_reqid(), cache.layout.tokens_per_page, []
+            for pages in range(min(8 if quick else 40, 24_576 // tokens)):
+                cache.step({reqid: pages * tokens + 1})
+                taken.append(cache.stats().last_step.stall_us)
+            yield {
+                "measure": "growth", "layout": layout, "page_bytes": cache.layout.page_bytes, "tokens": tokens,
+                "pages": cache.layout.num_planes, "us_p50": percentiles(taken, 0.5)[0],
+                "us_per_token": percentiles(taken, 0.5)[0] / tokens,
+            }  # fmt: skip
+
+
 def measure(device: Device, quick: bool) -> Iterator[Row]:
     """Every verb, for pages and extents, with the GPU idle and at work; then the machine's own pauses."""
     driver = open_driver(device.name)
@@ -81,24 +111,23 @@ def measure(device: Device, quick: bool) -> Iterator[Row]:
         target=watch, args=(time.monotonic() + seconds + 1.0, pauses)
     )
     watcher.start()
-    for pages in (1, 16):
-        for at_work in (False, True) if device.is_cuda else (False,):
-            progress(f"calls: handles of {pages} pages, GPU {'at work' if at_work else 'idle'}")
-            with gpu_at_work(device, at_work=at_work):
-                times = calls(driver, pages * page, count // (1 if device.is_cuda else 8) // pages)
-            for verb, taken in times.items():
-                p50, p99 = percentiles(taken, 0.5, 0.99)
-                yield {
-                    "measure": "calls",
-                    "verb": verb,
-                    "handle_bytes": pages * page,
-                    "gpu": ("at work" if at_work else "idle") if device.is_cuda else "none",
-                    "calls": len(taken),
-                    "us_p50": p50 * 1e6,
-                    "us_p99": p99 * 1e6,
-                    "us_max": max(taken) * 1e6,
-                    "slow": sum(one > SLOW_S for one in taken),
-                }
+    for pages, number, at_work in rounds(device, count):
+        progress(f"calls: {number} handles of {pages} pages, GPU {'at work' if at_work else 'idle'}")
+        with gpu_at_work(device, at_work=at_work):
+            times = calls(driver, pages * page, number)
+        for verb, taken in times.items():
+            p50, p99 = percentiles(taken, 0.5, 0.99)
+            yield {
+                "measure": "calls",
+                "verb": verb,
+                "handle_bytes": pages * page,
+                "gpu": ("at work" if at_work else "idle") if device.is_cuda else "none",
+                "calls": len(taken),
+                "us_p50": p50 * 1e6,
+                "us_p99": p99 * 1e6,
+                "us_max": max(taken) * 1e6,
+                "slow": sum(one > SLOW_S for one in taken),
+            }
     driver.close()
     progress("pauses of the machine")
     found = pauses.get()
@@ -116,7 +145,8 @@ def main() -> None:
     """Measure, print each row as it comes, and write them."""
     options = parser(__doc__ or "").parse_args()
     rows = []
-    for row in measure(Device(options.device), options.quick):
+    device = Device(options.device)
+    for row in chain(growth(device, options.quick), measure(device, options.quick)):
         rows.append(row)
         show(row)
     print(write_result("map_ops", options, rows))

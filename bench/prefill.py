@@ -3,7 +3,8 @@
 python bench/prefill.py [--quick] [--tune]
 
 Prompts and chunks on a cached prefix, causal: our Triton kernel on slices and on contiguous layers and, if FlashInfer
-is installed, its `single_prefill` on both, and its kernel for pages on slices and on shuffled pages of 16 tokens.
+is installed, the library's backend over it, its `single_prefill` on both, and its kernel for pages on slices and on
+shuffled pages of 16 tokens.
 `--tune` instead times launch choices for `triton_kernels/tuning.py`.
 """
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, progress, show, time_cuda, write_result
 from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 
+from slicedkv.attention import Batch, open_backend
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
 
@@ -32,10 +34,23 @@ LAYERS, HEADS, GROUP = 32, 8, 4
 CASES = (
     (16, 2048, 2048), (1, 2048, 2048), (1, 8192, 8192), (1, 32768, 32768), (1, 131072, 131072),
     (1, 2048, 32768), (1, 16384, 131072), (8, 512, 8192), (1, 512, 512), (64, 128, 128), (16, 512, 512),
-    (4, 2048, 2048), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096),
+    (4, 2048, 2048), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096), (1, 4096, 4096), (4, 4096, 4096), (8, 128, 8192),
+    (1, 512, 4096),
 )  # fmt: skip
 """Requests, new tokens of each, and length of each."""
 ROTATION = 4
+
+
+class Layers(list[tuple[Tensor, Tensor]]):
+    """Layer slices, as a backend asks for them."""
+
+    def k(self, layer: int) -> Tensor:
+        """K of a layer."""
+        return self[layer][0]
+
+    def v(self, layer: int) -> Tensor:
+        """V of a layer."""
+        return self[layer][1]
 
 
 class Case:
@@ -76,6 +91,14 @@ class Case:
                 self.out[part] = single(self.q[part], k[lane], v[lane], causal=True, backend="fa3")
 
         return run
+
+    def adapter(self) -> Run:
+        """The library's FlashInfer backend, which chooses among the kernels."""
+        source = Layers(self.views("sliced"))
+        backend = open_backend("flashinfer", source, num_qo_heads=HEADS * GROUP)
+        batch = self.shape.batch
+        backend.plan(Batch(range(batch), [self.q_len] * batch, [self.shape.length] * batch))
+        return lambda turn: backend.run(turn, self.q, self.out)
 
     def flashinfer_paged(self, flashinfer: Any) -> tuple[Run, Tensor]:
         """FlashInfer on a paged cache of the same bytes, and the pages of each request."""
@@ -146,6 +169,7 @@ def measure(memory: Memory, batch: int, q_len: int, length: int, repeats: int) -
     else:
         variants["single_sliced"] = (case.flashinfer_single(flashinfer, "sliced"), "sliced", None)
         variants["single_contiguous"] = (case.flashinfer_single(flashinfer, "per_layer"), "per_layer", None)
+        variants["adapter_sliced"] = (case.adapter(), "sliced", None)
         variants["view_sliced"] = (case.flashinfer_view(flashinfer), "sliced", None)
         run, pages = case.flashinfer_paged(flashinfer)
         variants["flashinfer_paged"] = (run, "per_layer", pages)
@@ -155,10 +179,10 @@ def measure(memory: Memory, batch: int, q_len: int, length: int, repeats: int) -
         case.check(f"{name} {row}", run, layout, pages)
         seconds[name] = case.seconds(run, repeats)
         row[f"{name}_tflop_s"] = case.flop / seconds[name] / 1e12
-    best = min(value for name, value in seconds.items() if name.endswith("sliced"))
+    best = min(seconds[name] for name in ("triton_sliced", "adapter_sliced") if name in seconds)
     for name in ("flashinfer_paged", "single_contiguous", "triton_contiguous"):
         if name in seconds:
-            row[f"best_sliced_vs_{name}"] = seconds[name] / best
+            row[f"best_adapter_vs_{name}"] = seconds[name] / best
     return row
 
 
