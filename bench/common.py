@@ -77,13 +77,19 @@ def commit() -> str:
     return revision + ("+" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2) -> float:
-    """Median seconds of `call` on the current stream, by CUDA events."""
+def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2, lead_cycles: int = 0) -> float:
+    """Median seconds of `call` on the current stream, by CUDA events.
+
+    With `lead_cycles` the GPU waits so long before each, so that the host is ahead and what launches cost it is not in
+    the figure.
+    """
     for _ in range(warmup):
         call()
     seconds = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if lead_cycles:
+            torch.cuda._sleep(lead_cycles)
         start.record()
         call()
         end.record()

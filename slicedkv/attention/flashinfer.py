@@ -26,9 +26,9 @@ __all__ = ["FlashInferBackend"]
 _PAGE_TOKENS = 64
 _WORKSPACE_BYTES = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
-# Measured on H200 (bench/results/prefill-h200.json): from here on a request alone fills the GPU, and `single_prefill`
-# makes up for its launch.
-_SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 128, 8192
+# Measured on H200 (bench/results/prefill-h200.json): from here on a request alone fills the GPU, 4 tiles of 128 queries
+# and 32 heads, and reads enough to gain by doing without a table.
+_SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 512, 8192
 # Longer ones are cut: neighbouring queries then share what they read in the GPU's cache.
 _QUERIES_A_LAUNCH = 16384
 _UINT32 = 2**32

@@ -17,17 +17,18 @@ def test_every_architecture_has_choices(capability: tuple[int, int]) -> None:
             assert tile.rows % 16 == tile.tokens % 16 == 0
 
 
-@pytest.mark.parametrize(
-    ("programs", "tokens", "expected"),
-    [
-        (8, 64, 1),  # nothing to split
-        (1024, 4096, 1),  # full without
-        (8, 131072, 33),  # 264 places for 8 programs
-        (128, 8192, 2),
-    ],
-)
-def test_splits(programs: int, tokens: int, expected: int) -> None:
-    assert choose_splits(programs, tokens, 64, 264) == expected
+@pytest.mark.parametrize(("programs", "tokens"), [(8, 64), (1024, 1024), (5000, 4096)])
+def test_what_is_small_or_fills_the_gpu_is_not_split(programs: int, tokens: int) -> None:
+    assert choose_splits(programs, tokens, 64, 264) == 1
+
+
+@pytest.mark.parametrize(("programs", "tokens"), [(1, 16384), (8, 131072), (16, 131072), (32, 65536)])
+def test_parts_fill_the_gpu_in_whole_rounds(programs: int, tokens: int) -> None:
+    splits = choose_splits(programs, tokens, 64, 132)
+    rounds = -(-programs * splits // 132)
+    assert splits > 1
+    assert programs * splits > 0.9 * rounds * 132
+    assert -(-tokens // splits) > 64, "less than a tile each"
 
 
 def test_splits_are_never_more_than_tiles() -> None:
