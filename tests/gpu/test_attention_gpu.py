@@ -102,6 +102,25 @@ def test_decode_steps_and_long_prompts(open_cache, layout, name, options, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "options"), [("triton", {}), ("flashinfer", {}), ("sdpa", {})])
+def test_nothing_behind_the_last_mapped_page_is_read(open_cache, layout, name, options):
+    """Lengths that end with a page, the next page not mapped; what reads on faults, and with it the process."""
+    cache = open_cache(
+        layout=layout, dtype=torch.bfloat16, num_layers=4, max_seq_len=20_000, lookahead_tokens=0, extent_pages=1
+    )
+    page = cache.layout.tokens_per_page
+    lens = [page * count for count in (1, 2, 3, 1, 9, 4, 2, 1)]
+    assert cache.step(lens)
+    assert cache.stats().waste_bytes == 0
+    for side in (cache.k(3), cache.v(3)):
+        for reqid, length in enumerate(lens):
+            side[reqid, :length].normal_()
+    check(cache, name, Batch(range(8), [1] * 8, lens), 32, **options)
+    check(cache, name, Batch(range(8), [1, 1, 7, 130, 600, 65, 64, 63], lens), 32, **options)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("q_lens", [[1, 1, 1], [300, 1, 7]])
 def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens):
     """Case A4."""
