@@ -15,8 +15,6 @@ _STARTUP_TOKENS = 64
 """What starting a program costs, in tokens it could have read meanwhile."""
 _REDUCTION_TOKENS = 192
 """The same for the second kernel."""
-_IMBALANCE = 0.06
-"""Programs of one size do not end at one time: what the last of them are late by, as a share of their time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def choose_splits(programs: int, max_tokens: int, block_tokens: int, places: int
     """Return into how many parts to split each request's tokens.
 
     Takes the least of a simple cost: rounds of programs over the GPU, times the tokens each program reads and what
-    starting it is worth; how late the last programs are; and, if there is more than one part, the reduction.
+    starting it is worth; and, if there is more than one part, the reduction.
 
     Parameters
     ----------
@@ -114,7 +112,7 @@ def choose_splits(programs: int, max_tokens: int, block_tokens: int, places: int
     for splits in range(1, min(MAX_SPLITS, blocks) + 1):
         rounds = -(-programs * splits // places)
         tokens = -(-blocks // splits) * block_tokens
-        cost = rounds * (tokens + _STARTUP_TOKENS) + _IMBALANCE * tokens + (_REDUCTION_TOKENS if splits > 1 else 0)
+        cost = rounds * (tokens + _STARTUP_TOKENS) + (_REDUCTION_TOKENS if splits > 1 else 0)
         if cost < least:
             best, least = splits, cost
     return best

@@ -26,9 +26,11 @@ __all__ = ["FlashInferBackend"]
 _PAGE_TOKENS = 64
 _WORKSPACE_BYTES = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
-# Measured on H200 (bench/results/prefill-h200.json): from here on a request alone fills the GPU, 4 tiles of 128 queries
-# and 32 heads, and reads enough to gain by doing without a table.
+# Where `single_prefill` is faster than the kernel for pages, measured on H200 (bench/results/prefill-h200.json, columns
+# single_sliced and view_sliced). Among others a lane must fill the GPU by itself, with 4 tiles of 128 queries and 32
+# heads; alone, it only must read enough to gain by doing without a table.
 _SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 512, 8192
+_ALONE_SEQ_LEN, _ALONE_PAIRS = 4096, 1 << 20
 # Longer ones are cut: neighbouring queries then share what they read in the GPU's cache.
 _QUERIES_A_LAUNCH = 16384
 _UINT32 = 2**32
@@ -146,10 +148,11 @@ class FlashInferBackend(TritonBackend):
         spans: list[_Span] = []
         short: list[Lane] = []
         for lane in lanes:
-            if short and (short[-1].end < lane.begin or self._is_long(lane)):
+            is_long = self._is_long(lane, alone=len(lanes) == 1)
+            if short and (short[-1].end < lane.begin or is_long):
                 spans.append(self._plan_prefill(short, first, len(spans)))
                 short = []
-            if self._is_long(lane):
+            if is_long:
                 spans.append(_Span(slice(lane.begin - first, lane.end - first), lane=lane))
             else:
                 short.append(lane)
@@ -157,8 +160,12 @@ class FlashInferBackend(TritonBackend):
             spans.append(self._plan_prefill(short, first, len(spans)))
         return spans
 
-    def _is_long(self, lane: Lane) -> bool:
-        return lane.q_len >= _SINGLE_Q_LEN and _SINGLE_SEQ_LEN <= lane.seq_len <= self._single_limit
+    def _is_long(self, lane: Lane, *, alone: bool) -> bool:
+        if lane.seq_len > self._single_limit:
+            return False
+        if alone:
+            return lane.seq_len >= _ALONE_SEQ_LEN and lane.q_len * lane.seq_len >= _ALONE_PAIRS
+        return lane.seq_len >= _SINGLE_SEQ_LEN and lane.q_len >= _SINGLE_Q_LEN
 
     def _plan_prefill(self, lanes: Sequence[Lane], first: int, index: int) -> _Span:
         """Plan the wrapper that is kept for the span of this index."""

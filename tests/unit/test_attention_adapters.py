@@ -44,6 +44,8 @@ def adapter(request, monkeypatch):
         monkeypatch.setattr(module, "_kernel", lambda device: "fa3")
         monkeypatch.setattr(module, "_SINGLE_Q_LEN", 5)
         monkeypatch.setattr(module, "_SINGLE_SEQ_LEN", 30)
+        monkeypatch.setattr(module, "_ALONE_SEQ_LEN", 20)
+        monkeypatch.setattr(module, "_ALONE_PAIRS", 60)
         monkeypatch.setattr(module, "_QUERIES_A_LAUNCH", 16)
         monkeypatch.setattr(module, "_PAGE_TOKENS", 16)
         fake_flashinfer.SINGLE.clear()
@@ -60,6 +62,7 @@ STEPS = [
     ([0, 2, 4], [1, 1, 1]),
     ([0, -1, 2], [1, 1, 1]),
     ([-1, -1], [1, 1]),
+    ([3], [70]),  # alone
     ([1, 3], [4, 4]),  # several tokens each, as when guesses are verified
     ([1, -1, 3], [2, 2, 2]),
 ]
@@ -80,6 +83,7 @@ def test_prefill_chunks_and_decode_mixed(make_cache, adapter, layout, num_kv_hea
         # A prompt of 33 in pieces of 16, each over what its tokens see; then the long lanes of the fourth step.
         assert fake_flashinfer.SINGLE[:3] == [(16, 16), (16, 32), (1, 33)]
         assert (6, 40) in fake_flashinfer.SINGLE
+        assert fake_flashinfer.SINGLE[-2:] == [(16, 66), (6, 72)], "less than among others is enough for one alone"
 
 
 def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monkeypatch):
