@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
+from slicedkv import SlicedKVCache
 from slicedkv.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,11 +19,26 @@ def fences(kind: str) -> list[str]:
 
 
 def test_example_runs(capsys):
-    (example,) = fences("python")
+    example, _ = fences("python")
     assert len(example.splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {})
     # 1000 tokens need 32 pages of 2 MiB for K and 32 for V; a little more may be mapped ahead by then.
     assert 64 <= int(capsys.readouterr().out) / (2 << 20) <= 72
+
+
+def test_attention_example_runs():
+    _, example = fences("python")
+    shape = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "max_batch_size": 4, "max_seq_len": 4096}
+    with SlicedKVCache(num_layers=1, device="cpu", memory_limit="64MiB", **shape) as cache:
+        reqids = [cache.alloc_reqid() for _ in range(4)]
+        assert cache.step({reqids[0]: 900, reqids[3]: 4096})
+        k, v, q = (torch.randn(513, heads, 128, dtype=torch.bfloat16) for heads in (8, 8, 32))
+        for side in (cache.k(0), cache.v(0)):
+            side[0, :900], side[3, :4096] = 1, 1
+        names = {"cache": cache, "layer": 0, "k": k, "v": v, "q": q}
+        exec(compile(example, "README.md", "exec"), names)
+        assert names["out"].shape == (513, 32, 128)
+        assert torch.equal(cache.v(0)[3, 4095], v[512])
 
 
 def test_table_is_what_plan_prints(capsys):
