@@ -26,6 +26,7 @@ from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
 from slicedkv.triton_kernels.tuning import decode_tile
 
+NEEDS_GPU = True
 Row = dict[str, Any]
 Call = Callable[[], object]
 MODELS = ((32, 8, 4), (60, 4, 8), (80, 1, 8))

@@ -25,6 +25,7 @@ from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
 
+NEEDS_GPU = True
 Row = dict[str, Any]
 Run = Callable[[int], object]
 LAYERS, HEADS, GROUP = 32, 8, 4
