@@ -1,7 +1,7 @@
 # make demo    serve a small real model, K and V in a SlicedKVCache
 # make test    all tests that need no GPU
 # make lint    ruff and mypy
-# make bench   list the measurements; run one with  make bench NAME=mapper ARGS=--quick
+# make bench   all measurements that this machine can do; one with  make bench NAME=mapper, fewer steps with  ARGS=--quick
 # make clean   remove all that was made here, .venv included
 #
 # Each sets up .venv first, once: nothing is installed again until a file below `needs` changes.
@@ -35,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict slicedkv triton_kernels
 
 bench: $(STAMP)
-	$(BIN)/slicedkv bench $(or $(NAME),--list) $(ARGS)
+	$(BIN)/slicedkv bench $(NAME) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis

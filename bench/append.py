@@ -24,6 +24,7 @@ from slices import HEAD_DIM, Memory, Place, Shape, time_calls
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import append_kv
 
+NEEDS_GPU = True
 Row = dict[str, Any]
 LAYERS, HEADS, GROUP = 32, 8, 4
 CASES = ((1, 1), (64, 1), (256, 1), (512, 1), (1, 512), (4, 512), (1, 8192), (4, 8192))

@@ -27,6 +27,7 @@ from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
 
+NEEDS_GPU = True
 Row = dict[str, Any]
 Call = Callable[[], object]
 MODELS = ((32, 8, 4), (60, 4, 8), (80, 1, 8))

@@ -28,6 +28,7 @@ from slicedkv.attention import Batch, open_backend
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
 
+NEEDS_GPU = True
 Row = dict[str, Any]
 Run = Callable[[int], object]
 LAYERS, HEADS, GROUP = 32, 8, 4

@@ -19,7 +19,7 @@ _COMMANDS = {
     "info": "what this machine offers: drivers, memory, packages, attention backends",
     "demo": "serve a small real model and show what its KV cache holds",
     "plan": "memory arithmetic for a model's shape, by layout; touches no device",
-    "bench": "run a measurement of the source checkout",
+    "bench": "run a measurement of the source checkout, or all",
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -142,6 +144,72 @@ def test_bench_runs_a_script_with_its_arguments(capsys, monkeypatch, tmp_path):
     assert main(["bench", "echo", "--quick", "x"]) == 0
     assert capsys.readouterr().out == "['--quick', 'x']\n"
     assert sys.argv is before
+
+
+def bench_folder(monkeypatch, tmp_path, **scripts: str) -> None:
+    """Measurements of these names, each with these statements."""
+    for name, body in scripts.items():
+        (tmp_path / f"{name}.py").write_text(
+            f'"""What {name} is for."""\n{body}\nif __name__ == "__main__":\n    pass\n'
+        )
+    monkeypatch.setattr(slicedkv.cli.bench, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_bench_without_a_name_runs_all_that_can_run(capfd, monkeypatch, tmp_path):
+    say = "import sys; print('ran', sys.argv[1:], flush=True)"
+    bench_folder(monkeypatch, tmp_path, zebra=say, ape=say, gpu_only=f"NEEDS_GPU = True\n{say}", report=say)
+    assert main(["bench", "--quick"]) == 0
+    ran = [line.partition(" after")[0] for line in capfd.readouterr().out.splitlines() if line]
+    each = [("ape", ["--quick"]), ("zebra", ["--quick"]), ("report", [])]
+    assert ran[:-1] == [line for name, words in each for line in (f"{name}:", f"ran {words}", f"{name}: done")]
+    assert ran[-1] == "not run, for they need a GPU and torch finds none: gpu_only"
+    assert main(["bench", "--list"]) == 0
+    assert "gpu_only  What gpu_only is for. (needs a GPU)\n" in capfd.readouterr().out
+
+
+def test_bench_with_a_gpu_runs_the_rest_too(capfd, monkeypatch, tmp_path):
+    bench_folder(monkeypatch, tmp_path, gpu_only="NEEDS_GPU = True")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["bench"]) == 0
+    assert "gpu_only: done" in capfd.readouterr().out
+
+
+def test_bench_goes_on_after_a_failure(capfd, monkeypatch, tmp_path):
+    say = "import sys; print('ran', sys.argv[1:], flush=True)"
+    bench_folder(monkeypatch, tmp_path, bad="raise SystemExit(3)", good=say, report=say)
+    assert main(["bench", "--out", "there"]) == 1
+    out = capfd.readouterr().out
+    assert "bad: exit code 3" in out
+    assert "ran ['--out', 'there']" in out
+    assert "report" not in out  # it reads the folder of the checkout only
+    assert out.endswith("failed: bad\n")
+
+
+def test_bench_gives_an_interrupted_script_time_to_write(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        'if __name__ == "__main__":\n'
+        "    try:\n"
+        "        print('measuring', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(0.5)\n"
+        "        pathlib.Path(__file__).with_name('written').touch()\n"
+    )
+    (tmp_path / "then.py").write_text('if __name__ == "__main__":\n    print("must not run")\n')
+    code = f"import pathlib, sys, slicedkv.cli.bench as b; b.FOLDER = pathlib.Path({str(tmp_path)!r}); "
+    code += "from slicedkv.cli import main; sys.exit(main(['bench']))"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        while "measuring" not in child.stdout.readline():
+            assert child.poll() is None
+        os.killpg(child.pid, signal.SIGINT)  # as the terminal does
+        rest = child.stdout.read()
+    assert child.returncode == 130
+    assert (tmp_path / "written").exists()
+    assert "must not run" not in rest
 
 
 def test_bench_refuses(capsys, monkeypatch, tmp_path):
