@@ -1,0 +1,188 @@
+"""Figures and plots about attention and append: what slices cost and gain beside other layouts and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from reporting.figure import Figure, Row, most, rows_with
+from reporting.plots import Plot
+
+DECODE, PREFILL, APPEND, ENGINE = (f"{name}-h200.json" for name in ("decode", "prefill", "append", "engine_step"))
+LONG = 32_768
+
+
+def least(key: str, among: Callable[[Row], bool] = lambda row: True) -> Callable[[list[Row]], float]:
+    """The smallest `key` among some rows."""
+    return lambda rows: min(row[key] for row in rows if among(row))
+
+
+def geomean(key: str) -> Callable[[list[Row]], float]:
+    """The geometric mean of `key`."""
+    return lambda rows: prod(row[key] for row in rows) ** (1 / len(rows))
+
+
+def is_prompt(row: Row) -> bool:
+    """Prompts and chunks of 2,048 tokens and more."""
+    return bool(row["q_len"] >= 2048)
+
+
+FIGURES = (
+    Figure(
+        "decode.vs_flashinfer_paged_geomean",
+        DECODE,
+        "x",
+        ">= 1.05",
+        "decode over slices against FlashInfer over a paged cache with shuffled pages of 16 tokens, speed over all "
+        "shapes",
+        geomean("vs_flashinfer_paged"),
+    ),
+    Figure(
+        "decode.vs_flashinfer_paged_min",
+        DECODE,
+        "x",
+        ">= 0.97",
+        "the same, worst shape",
+        least("vs_flashinfer_paged"),
+        "Two shapes of 131,072 tokens have 16 heads to read; each is split in 8 parts, so 128 of 132 multiprocessors "
+        "work, and each waits for its first rows once. Smaller parts were tried and were slower.",
+    ),
+    Figure(
+        "decode.vs_per_layer_min",
+        DECODE,
+        "x",
+        ">= 0.98",
+        "decode over slices against the same kernel over contiguous layers, worst shape",
+        least("vs_per_layer"),
+        "This is what slicing costs on this GPU, 4 % over all shapes: a tile of 64 tokens lies in 64 pieces of 256 to "
+        "2,048 bytes over two pages or more instead of in one piece.",
+    ),
+    Figure(
+        "decode.copy_rate_share",
+        DECODE,
+        "of the copy rate",
+        ">= 0.92",
+        "bytes read per second where a layer holds 512 MiB and more, worst shape",
+        least("copy_rate_share", lambda row: bool(row["large"])),
+    ),
+    Figure(
+        "prefill.vs_flashinfer_paged_min_32k",
+        PREFILL,
+        "x",
+        ">= 1.1",
+        "prefill over slices, the faster adapter, against FlashInfer's third kernels over a paged cache, from 32,768 "
+        "tokens on, worst case",
+        least("best_adapter_vs_flashinfer_paged", lambda row: is_prompt(row) and row["length"] >= LONG),
+    ),
+    Figure(
+        "prefill.vs_flashinfer_paged_min",
+        PREFILL,
+        "x",
+        ">= 1.0",
+        "the same from 2,048 tokens on",
+        least("best_adapter_vs_flashinfer_paged", is_prompt),
+        "The worst case is one prompt of 4,096 tokens, where the adapter took the kernel for pages. It takes "
+        "`single_prefill` there since; in the same run that was 1.07 times as fast.",
+    ),
+    Figure(
+        "prefill.vs_contiguous_min",
+        PREFILL,
+        "x",
+        ">= 0.97",
+        "prefill over slices against `single_prefill` over contiguous layers, worst case",
+        least("best_adapter_vs_single_contiguous", is_prompt),
+        "The same prompt of 4,096 tokens; `single_prefill` on slices was as fast as on contiguous layers, 515 and 516 "
+        "TFLOP/s.",
+    ),
+    Figure(
+        "append.copy_rate_share",
+        APPEND,
+        "of a copy's rate",
+        ">= 0.8",
+        "append of 512 rows and more against a plain copy of the same bytes, worst case",
+        least("same_size_copy_share", lambda row: row["tokens"] >= 512),
+        "The worst case is one row for each of 512 requests, which go to 1,024 pages in as many places where the copy "
+        "writes one piece. FlashInfer's append takes 3.9 us there, ours 4.2, the copy 2.8. For prompts it is 0.89 and "
+        "more.",
+    ),
+    Figure(
+        "append.rotary_cost",
+        APPEND,
+        "of append's time",
+        "<= 0.1",
+        "what rotary embedding of K on the way adds, from 2,048 rows on, worst case",
+        lambda rows: max(row["rotary_cost"] for row in rows if row["tokens"] >= 2048),
+        "It adds 0.7 us, the time of one more read that waits for another: the angle is known when the position is. "
+        "From 8,192 rows on this is 7 %.",
+    ),
+    Figure(
+        "engine.host_us_b64",
+        ENGINE,
+        "us",
+        "",
+        "host time of the engine's decode step with CUDA graphs, 64 requests, 8 layers of Llama-3-8B",
+        most("host_us", backend="auto", graphs=True),
+    ),
+    Figure(
+        "engine.attention_share_b64",
+        ENGINE,
+        "of GPU time",
+        "",
+        "append and attention in that step, at some 1,200 tokens a request",
+        most("attention_share", backend="auto", graphs=True),
+    ),
+)
+
+
+def _bandwidth(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    for name, key in (
+        ("slices", "sliced_us"),
+        ("contiguous layers", "per_layer_us"),
+        ("FlashInfer, paged", "flashinfer_paged_us"),
+    ):
+        points = sorted((_layer_bytes(row) / 2**20, _layer_bytes(row) / row[key] / 1e3) for row in rows)
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.8, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("MiB of K and V that one layer reads")
+    axes.set_ylabel("GB/s")
+    axes.set_title("decode: bytes read per second, bfloat16, heads of 128")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _layer_bytes(row: Row) -> float:
+    return float(row["batch"] * row["length"] * row["heads"] * 128 * 4)
+
+
+def _prompts(rows: list[Row]) -> list[Row]:
+    """One prompt or chunk at a time."""
+    return [row for row in rows_with(rows, batch=1) if is_prompt(row)]
+
+
+def _ratios(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    names = [f"{row['q_len']:,} on {row['length']:,}" for row in rows]
+    kinds = {
+        "against a paged cache": "best_adapter_vs_flashinfer_paged",
+        "against contiguous layers": "best_adapter_vs_single_contiguous",
+    }
+    for index, (label, key) in enumerate(kinds.items()):
+        bars = axes.bar(
+            [place + 0.4 * index for place in range(len(rows))], [row[key] for row in rows], 0.4, label=label
+        )
+        axes.bar_label(bars, fmt="%.2f", fontsize="small")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks([place + 0.2 for place in range(len(rows))], names)
+    axes.set_ylabel("times as fast")
+    axes.set_title("prefill over slices, one request, new tokens on all its tokens")
+    axes.margins(y=0.15)
+    axes.legend(loc="upper right")
+
+
+PLOTS = (
+    Plot("decode-bandwidth.png", DECODE, "bytes read per second by decode", lambda rows: rows, _bandwidth),
+    Plot("prefill-ratio.png", PREFILL, "prefill over slices against other caches", _prompts, _ratios),
+)
