@@ -30,6 +30,17 @@ SINGLE: list[tuple[int, int]] = []
 """Query and cache lengths that `single_prefill_with_kv_cache` was called with."""
 
 
+def append_paged_kv_cache(k, v, lanes, positions, paged_kv_cache, numbers, indptr, last):
+    for values in (lanes, positions, numbers, indptr, last):
+        assert values.dtype == torch.int32
+    for row, (lane, position) in enumerate(zip(lanes.tolist(), positions.tolist(), strict=True)):
+        page, offset = divmod(position, paged_kv_cache[0].shape[1])
+        assert page < indptr[lane + 1] - indptr[lane]
+        number = int(numbers[indptr[lane] + page])
+        for side, rows in zip(paged_kv_cache, (k, v), strict=True):
+            side[number, offset] = rows[row]
+
+
 class _Wrapper:
     def __init__(self, workspace, layout, **options):
         assert workspace.dtype == torch.uint8

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .record import EngineStep, Event
 from .request import FinishReason, Request, RequestState, SamplingParams
 
 if TYPE_CHECKING:
-    from .engine import Engine, EngineStep, Event
+    from .engine import Engine
 
 __all__ = ["Engine", "EngineStep", "Event", "FinishReason", "Request", "RequestState", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that requests and sampling work without transformers.
-    if name in {"Engine", "EngineStep", "Event"}:
-        from . import engine
+    if name == "Engine":
+        from .engine import Engine
 
-        return getattr(engine, name)
+        return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

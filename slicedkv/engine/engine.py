@@ -4,72 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention import open_backend
+from ..attention import AttentionBackend, open_backend
 from ..cache import SlicedKVCache
 from ..checks import check_int
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import attention_scale, cache_for_model, decoder_config
-from .request import FinishReason, Request, SamplingParams
+from .record import EngineStep, Event
+from .request import Request, SamplingParams
 from .runner import ModelRunner
 from .sampler import sample
 from .scheduler import Scheduler
 
-__all__ = ["Engine", "EngineStep", "Event"]
+__all__ = ["Engine"]
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A request got a token."""
-
-    request: Request
-    token: int
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStep:
-    """What one step did, for `on_step`.
-
-    Attributes
-    ----------
-    index : int
-        Steps before this one.
-    seconds : float
-        Wall time of the step.
-    wait_seconds : float
-        How much of it was spent waiting for the device to have the tokens.
-    num_running, num_waiting : int
-        Requests after it.
-    num_tokens : int
-        Packed tokens it computed.
-    num_preemptions : int
-        Requests that lost their slot in it.
-    seq_lens : tuple of int
-        Lengths of the requests in the cache at its widest moment, before finished ones were freed.
-    used_bytes : int
-        What the rows of these lengths take, over all layers.
-    mapped_bytes : int
-        Physical memory mapped then, idle slots included.
-    """
-
-    index: int
-    seconds: float
-    wait_seconds: float
-    num_running: int
-    num_waiting: int
-    num_tokens: int
-    num_preemptions: int
-    seq_lens: tuple[int, ...]
-    used_bytes: int
-    mapped_bytes: int
 
 
 class Engine:
@@ -84,10 +37,13 @@ class Engine:
         Lets prompts be strings.
     max_batch_size, max_seq_len : int
         Slots, and the longest request in tokens.
+    cache : SlicedKVCache, optional
+        One that fits the model, as `cache_for_model` opens it, instead of these two and `cache_kwargs`. The engine
+        closes it.
     max_tokens_per_step : int, optional
         Longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
-    backend : str
-        Attention backend, see `open_backend`.
+    backend : str or AttentionBackend
+        Attention backend, see `open_backend`; or one over `cache`.
     cuda_graphs : bool, optional
         Whether steps in which every request computes one token are captured and replayed as CUDA graphs, one for each
         padded number of requests. By default where backend and model allow it.
@@ -110,11 +66,12 @@ class Engine:
         self,
         model: PreTrainedModel,
         *,
-        max_batch_size: int,
-        max_seq_len: int,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        cache: SlicedKVCache | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens_per_step: int | None = None,
-        backend: str = "auto",
+        backend: str | AttentionBackend = "auto",
         cuda_graphs: bool | None = None,
         on_step: Callable[[EngineStep], None] | None = None,
         **cache_kwargs: Any,
@@ -125,12 +82,16 @@ class Engine:
         self._num_requests = 0
         self._eos_ids = _eos_ids(model)
         self._closed = False
-        self.cache: SlicedKVCache = cache_for_model(model, max_batch_size, max_seq_len, **cache_kwargs)
+        shape = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+        self.cache: SlicedKVCache = _open_cache(model, cache, {**shape, **cache_kwargs})
         try:
-            budget = max(512, max_batch_size) if max_tokens_per_step is None else max_tokens_per_step
+            slots = self.cache.layout.max_batch_size
+            budget = max(512, slots) if max_tokens_per_step is None else max_tokens_per_step
             self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget)
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
-            self.backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
+            if isinstance(backend, str):
+                backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
+            self.backend = backend
             self._runner = ModelRunner(model, self.backend, cuda_graphs=cuda_graphs)
         except BaseException:
             self.cache.close()
@@ -284,6 +245,19 @@ class Engine:
             raise ConfigError("the prompt is a string; pass token ids, or open the engine with a tokenizer")
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         return ids
+
+
+def _open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dict[str, Any]) -> SlicedKVCache:
+    """Return the cache that was given, or open one; one of the two must be described, and only one."""
+    given = sorted(name for name, value in options.items() if value is not None)
+    if cache is not None:
+        if given:
+            raise ConfigError(f"a cache came with {', '.join(given)}; the cache has its own, leave them out")
+        return cache
+    missing = [name for name in ("max_batch_size", "max_seq_len") if name not in given]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} missing; give both, or a cache")
+    return cache_for_model(model, **options)
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

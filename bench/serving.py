@@ -1,0 +1,192 @@
+"""What does an engine gain, and pay, when nothing but the layout of K and V changes?
+
+    python bench/serving.py [--trace CSV ...] [--quick]
+
+The same model, scheduler and requests, K and V managed as slices, interleaved, in a plane for each layer, in a paged
+cache (16 tokens a page, FlashInfer over real tables), or reserved for the longest request from the start. The memory is
+so small that it binds. Random weights of Llama-3-8B; requests as in the public traces arxiv_long_offline (a quarter as
+long) and azure_2023_conv, read from CSV files or drawn from distributions fitted to them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import parser, percentiles, progress, show, write_result
+from paged import PagedBackend, PagedCache, paged_layout
+from traces import FITS, Request, generate, read_trace
+
+from slicedkv.engine import Engine, EngineStep, SamplingParams
+from slicedkv.integrations.transformers import attention_scale, cache_for_model
+
+NEEDS_GPU = True
+Row = dict[str, Any]
+MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "static")
+
+
+class Workload(NamedTuple):
+    """Requests of one trace, and the memory they share."""
+
+    trace: str
+    requests: int
+    scale: float
+    slots: int
+    memory_bytes: int
+
+
+WORKLOADS = {
+    "long": Workload("arxiv_long_offline", 24, 0.25, 32, 16 * 10**9),
+    "chat": Workload("azure_2023_conv", 400, 1.0, 128, 4 * 10**9),
+}
+QUICK = {
+    "long": Workload("arxiv_long_offline", 6, 0.1, 16, 5 * 10**9),
+    "chat": Workload("azure_2023_conv", 60, 1.0, 64, 10**9),
+}
+
+
+def model(device: str) -> transformers.PreTrainedModel:
+    """Llama-3-8B with random weights."""
+    config = transformers.LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072, rope_theta=500_000.0, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        found = transformers.LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    return found
+
+
+def lengths(workload: Workload, paths: Sequence[Path]) -> list[Request]:
+    """The workload's requests: the first of its trace, scaled."""
+    files = {path.stem: path for path in paths}
+    if workload.trace in files:
+        chosen = read_trace(files[workload.trace]).requests[: workload.requests]
+    else:
+        chosen = generate(workload.trace, FITS[workload.trace], workload.requests).requests
+    return [Request(*(max(1, round(length * workload.scale)) for length in request)) for request in chosen]
+
+
+def open_engine(
+    served: transformers.PreTrainedModel, manager: str, workload: Workload, max_seq_len: int, **options: Any
+) -> Engine:
+    """An engine whose K and V are managed so."""
+    common = {"max_tokens_per_step": 8192, **options}
+    config, slots = served.config, workload.slots
+    if manager == "paged":
+        shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
+        layout = paged_layout(*shape, slots, max_seq_len)
+        cache: Any = PagedCache(layout, served.dtype, served.device, workload.memory_bytes)
+        heads = config.num_attention_heads
+        backend: Any = PagedBackend(cache, num_qo_heads=heads, scale=attention_scale(served))
+        return Engine(served, cache=cache, backend=backend, **common)
+    kind = "sliced" if manager == "static" else manager
+    if manager == "static":
+        token_bytes = (
+            config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize
+        )
+        slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes)))
+    cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind)
+    return Engine(served, cache=cache, **common)
+
+
+class Clock:
+    """When each request got its tokens, and what each step held."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[float]] = {}
+        self.steps: list[EngineStep] = []
+
+    def run(self, engine: Engine) -> float:
+        """Serve everything; return the seconds it took."""
+        begun = time.perf_counter()
+        while not engine.idle:
+            events = engine.step()
+            now = time.perf_counter() - begun
+            for event in events:
+                self.tokens.setdefault(event.request.request_id, []).append(now)
+        return time.perf_counter() - begun
+
+
+def measure(
+    served: transformers.PreTrainedModel, name: str, manager: str, workload: Workload, requests: Sequence[Request]
+) -> Row:
+    """Serve a workload once, all requests there from the start."""
+    max_seq_len = -(-max(request.tokens for request in requests) // 64) * 64
+    clock, source = Clock(), torch.Generator().manual_seed(1)
+    with open_engine(served, manager, workload, max_seq_len, on_step=clock.steps.append) as engine:
+        warm_up(engine, workload)
+        clock.steps.clear()
+        preempted = engine.scheduler.num_preemptions
+        for prompt, tokens in requests:
+            ids = torch.randint(3, served.config.vocab_size, (prompt,), generator=source).tolist()
+            engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        seconds = clock.run(engine)
+        stats = engine.cache.stats()
+        preempted = engine.scheduler.num_preemptions - preempted
+    firsts = [times[0] for times in clock.tokens.values()]
+    gaps = [b - a for times in clock.tokens.values() for a, b in pairwise(times)]
+    running = [len(step.seq_lens) for step in clock.steps]
+    (gap_p50, gap_p99), (first_p50, first_p99) = percentiles(gaps, 0.5, 0.99), percentiles(firsts, 0.5, 0.99)
+    return {
+        "measure": name, "manager": manager, "requests": len(requests), "memory_gb": workload.memory_bytes / 1e9,
+        "seconds": seconds, "tokens_per_s": sum(map(len, clock.tokens.values())) / seconds,
+        "ttft_s_p50": first_p50, "ttft_s_p99": first_p99, "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
+        "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(clock.steps),
+        "preemptions": preempted, "stalls": stats.stalls, "stall_ms": stats.stall_us / 1e3,
+        "series": {"batch": running[:: max(1, len(running) // 200)]},
+    }  # fmt: skip
+
+
+def warm_up(engine: Engine, workload: Workload) -> None:
+    """Compile kernels and capture the graphs of every batch size: one short request for each slot, ending in turn."""
+    slots = engine.cache.layout.max_batch_size
+    for index in range(slots):
+        engine.submit([5, 6, 7], SamplingParams(max_tokens=2 + index, ignore_eos=True))
+    engine.run()
+
+
+def rows(served: transformers.PreTrainedModel, workloads: dict[str, Workload], paths: Sequence[Path]) -> Iterator[Row]:
+    """Every workload with every manager, and at last how fast it is beside the paged one."""
+    for name, workload in workloads.items():
+        requests, found = lengths(workload, paths), []
+        for manager in MANAGERS:
+            progress(f"{name}: {manager}")
+            found.append(measure(served, name, manager, workload, requests))
+            torch.cuda.empty_cache()
+        paged = next(row["tokens_per_s"] for row in found if row["manager"] == "paged")
+        for row in found:
+            yield {**row, "vs_paged": row["tokens_per_s"] / paged}
+
+
+def main() -> None:
+    """Measure both workloads, and write what is there, also after Ctrl-C."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV files of the traces")
+    options = arguments.parse_args()
+    if options.device == "cpu":
+        raise SystemExit("this benchmark needs an NVIDIA GPU")
+    found: list[Row] = []
+    try:
+        for row in rows(model(options.device), QUICK if options.quick else WORKLOADS, options.trace):
+            found.append(row)
+            show({key: value for key, value in row.items() if key != "series"})
+    except KeyboardInterrupt:
+        progress("interrupted; writing what is complete")
+    print("wrote", write_result("serving", options, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The serving benchmark's paged baseline gives the model's tokens, and its requests are the traces'."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import fake_flashinfer
+import pytest
+import torch
+
+from slicedkv.engine import Engine, SamplingParams
+from slicedkv.errors import ConfigError
+from slicedkv.integrations.transformers import cache_for_model
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def serving(monkeypatch) -> ModuleType:
+    """The benchmark over a stand-in for FlashInfer."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.syspath_prepend(BENCH)
+    yield importlib.import_module("serving")
+    for name in ("serving", "paged"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("manager", ["sliced", "interleaved", "per_layer", "paged", "static"])
+def test_every_manager_gives_the_same_tokens(serving, tiny_model, manager):
+    model = tiny_model("llama", torch.float32, head_dim=16)
+    layers, heads, dim = model.config.num_hidden_layers, model.config.num_key_value_heads, 16
+    token_bytes = 2 * layers * heads * dim * 4
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 61, (n,), generator=generator).tolist() for n in (15, 14, 15, 33, 3)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with Engine(model, max_batch_size=1, max_seq_len=64, memory_limit="64MiB") as engine:
+        expected = engine.generate(prompts, params)
+    memory = 64 * token_bytes if manager == "paged" else 64 << 20
+    workload = serving.Workload("azure_2023_conv", 5, 1.0, 3, memory)
+    records = []
+    with serving.open_engine(model, manager, workload, 64, on_step=records.append, max_tokens_per_step=8) as engine:
+        assert engine.generate(prompts, params) == expected
+        assert engine.cache.layout.max_batch_size == 3
+        if manager == "paged":
+            assert engine.scheduler.num_preemptions > 0
+            assert engine.cache.stats().mapped_bytes == 0
+            assert max(record.mapped_bytes for record in records) <= memory
+    assert max(len(record.seq_lens) for record in records) > 1
+
+
+def test_requests_are_the_traces(serving, tmp_path):
+    path = tmp_path / "azure_2023_conv.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n2,50,5\n")
+    found = serving.lengths(serving.Workload("azure_2023_conv", 2, 0.5, 1, 1), [path])
+    assert [tuple(request) for request in found] == [(50, 5), (4, 1)]
+    drawn = serving.lengths(serving.Workload("arxiv_long_offline", 5, 0.25, 1, 1), [path])
+    assert len(drawn) == 5
+    assert all(63_862 // 4 <= request.prompt_tokens <= 192_786 // 4 for request in drawn)
+
+
+def test_a_cache_of_ones_own(tiny_model):
+    model = tiny_model("llama")
+    cache = cache_for_model(model, 2, 64, memory_limit="64MiB")
+    with pytest.raises(ConfigError, match="a cache came with layout, max_seq_len; the cache has its own"):
+        Engine(model, cache=cache, max_seq_len=64, layout="sliced")
+    assert not cache.closed
+    with Engine(model, cache=cache) as engine:
+        assert engine.cache is cache
+        assert len(engine.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0]) == 3
+    assert cache.closed
+    with pytest.raises(ConfigError, match="max_batch_size and max_seq_len missing; give both, or a cache"):
+        Engine(model)
