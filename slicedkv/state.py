@@ -79,8 +79,8 @@ class CacheState:
         return max(self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0), claim)
 
     def reusable_pages(self, slot: int) -> int:
-        """Pages per plane of an idle slot that a new request can use: none while others share the first of them."""
-        return 0 if self.backing.shared.has(slot) else self.backing.mapped(slot)
+        """Pages per plane of an idle slot that a new request can use; -1, worse than none, if they are shared."""
+        return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
 
     def spare_pages(self, slot: int, claim: int = 0) -> int:
         """Pages per plane beyond `keep_pages` and `claim` that can be unmapped, whole handles only."""

@@ -22,6 +22,8 @@ SHAPE |= {"max_batch_size": 4, "max_seq_len": 4096}
 SMALL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 SMALL |= {"max_batch_size": 2, "max_seq_len": 400, "page_bytes": 65536, "memory_limit": "8MiB"}
 """A small cache on the host's own memory."""
+QUIET: dict[str, Any] = {"mapper": "sync", "lookahead_tokens": 0, "reclaim_watermark": 0.0}
+"""Options of a cache that maps only what a call needs."""
 
 
 def memory_files() -> int:

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from rig import TOKENS, assert_stamped, mapped, stamp, wait_until
+from rig import QUIET, TOKENS, assert_stamped, mapped, stamp, wait_until
 
 from slicedkv import SlicedKVCache, StateError
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
 MakeCache = Callable[..., SlicedKVCache]
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, FakeDriver]]
-QUIET = {"mapper": "sync", "lookahead_tokens": 0, "reclaim_watermark": 0.0}
 
 
 @pytest.mark.parametrize(
