@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import get_args
 
 from slicedkv.cli import main
+from slicedkv.cli.plan import MODELS
+from slicedkv.layout import KVLayout, LayoutKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,11 +20,29 @@ def fences(kind: str) -> list[str]:
 
 
 def test_example_runs(capsys):
-    (example,) = fences("python")
+    example, _ = fences("python")
     assert len(example.splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {})
     # 1000 tokens need 32 pages of 2 MiB for K and 32 for V; a little more may be mapped ahead by then.
     assert 64 <= int(capsys.readouterr().out) / (2 << 20) <= 72
+
+
+def test_example_of_sharing_runs(capsys):
+    _, example = fences("python")
+    exec(compile(example, "README.md", "exec"), {})
+    # Of 1000 tokens 31 pages of 32 tokens are whole, of 900 there are 28; four beams and one sharer, K and V.
+    assert int(capsys.readouterr().out) == (4 * 31 + 28) * 2 * (2 << 20)
+
+
+def test_table_of_sharing_is_computed():
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, flags=re.MULTILINE)
+    assert [model for model, *_ in rows] == list(MODELS)
+    for model, *shown in rows:
+        layers, heads, dim = MODELS[model]
+        layouts = [KVLayout(kind, layers, heads, dim, 2, 1, 8192, 2 << 20) for kind in get_args(LayoutKind)]
+        assert shown == [f"{layout.page_bytes / layout.row_bytes:.1f}" for layout in layouts]
+        whole = [next(n for n in range(1, 8192) if layout.whole_pages(n)) for layout in layouts]
+        assert whole == [math.ceil(layout.page_bytes / layout.row_bytes) for layout in layouts]
 
 
 def test_table_is_what_plan_prints(capsys):

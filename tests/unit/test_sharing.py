@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from rig import assert_stamped, mapped, stamp, used_bytes, wait_until
 
 from slicedkv import ConfigError, OutOfPagesError, OutOfSlotsError, SlicedKVCache, StateError
+from slicedkv.attention import Batch, open_backend
 
 KIB, MIB = 1 << 10, 1 << 20
 MakeCache = Callable[..., SlicedKVCache]
@@ -241,3 +243,23 @@ def test_zeroing_spares_what_is_shared(make_cache: MakeCache, mapper: str) -> No
         stamp(cache, other, 0, 1500, seed=4)
         cache.step({target: 1200})
         assert_stamped(cache, target, 1000, seed=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_over_a_shared_prefix_equals_unshared(make_cache: MakeCache, layout: str) -> None:
+    cache = make_cache(layout=layout, mapper="sync", head_dim=64, max_seq_len=1500, extent_pages=1)
+    source, alone, shared = (cache.alloc_reqid() for _ in range(3))
+    assert cache.step({source: 1300, alone: 1300})
+    for layer in range(3):
+        for view in (cache.k(layer), cache.v(layer)):
+            view[alone, :1300] = view[source, :1300].normal_()
+    assert cache.share_prefix(source, shared, 1300)
+    assert cache.stats().saved_bytes > 0
+    assert cache.step({shared: 1340, alone: 1340})
+    backend = open_backend("sdpa", cache, num_qo_heads=4)
+    backend.plan(Batch([shared, alone], [40, 40], [1340, 1340]))
+    for layer in range(3):
+        k, v, q = (torch.randn(40, heads, 64).repeat(2, 1, 1) for heads in (2, 2, 4))
+        backend.append(layer, k, v)
+        out = backend.run(layer, q)
+        assert torch.equal(out[:40], out[40:])
