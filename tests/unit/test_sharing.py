@@ -219,11 +219,11 @@ def test_fork_of_a_request_without_tokens(make_cache: MakeCache) -> None:
 
 @pytest.mark.parametrize("mapper", ["sync", "background"])
 def test_zeroing_spares_what_is_shared(make_cache: MakeCache, mapper: str) -> None:
-    cache = make_cache(mapper=mapper, zero_on_reuse=True, max_seq_len=1500, extent_pages=1, max_batch_size=3)
+    cache = make_cache(mapper=mapper, zero_on_reuse=True, max_seq_len=1536, extent_pages=1, max_batch_size=3)
     dirty = [cache.alloc_reqid() for _ in range(3)]
-    assert cache.step(dict.fromkeys(dirty, 1500))
+    assert cache.step(dict.fromkeys(dirty, 1536))
     for reqid in dirty:
-        stamp(cache, reqid, 0, 1500, seed=9)
+        stamp(cache, reqid, 0, 1536, seed=9)
         cache.free_reqid(reqid)
     source = cache.alloc_reqid()
     assert cache.step({source: 1000})
@@ -238,9 +238,9 @@ def test_zeroing_spares_what_is_shared(make_cache: MakeCache, mapper: str) -> No
     cache.free_reqid(source)
     for _ in range(2):
         other = cache.alloc_reqid()
-        assert cache.step({other: 1500})
-        assert not cache.k(0)[other, :1500].any()
-        stamp(cache, other, 0, 1500, seed=4)
+        assert cache.step({other: 1536})
+        assert not cache.k(0)[other, :1536].any()
+        stamp(cache, other, 0, 1536, seed=4)
         cache.step({target: 1200})
         assert_stamped(cache, target, 1000, seed=1)
 

@@ -154,3 +154,21 @@ def test_a_copy_of_rows_that_fails_leaves_nothing(rig: Rig, monkeypatch: pytest.
             cache.check_integrity()
     assert cache.share_prefix(source, target, SHARED)
     cache.close()
+
+
+def test_a_source_that_ends_meanwhile_is_not_taken_back(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    rig.fake.total_bytes = rig.fake.created_bytes
+    cache.pool.gate.timeout_s = 0.05  # the mapper's work on this thread, which the call in the call asks for, can wait
+
+    def end_source(op: str, args: tuple[Any, ...]) -> None:
+        rig.driver.on_call = None
+        cache.free_reqid(source)
+
+    rig.driver.on_call = end_source
+    assert cache.share_prefix(source, target, SHARED) is False, "no memory but that which is to be shared"
+    assert (mapped(cache, source), mapped(cache, target)) == (5, 0)
+    cache.check_integrity()
+    cache.close()
