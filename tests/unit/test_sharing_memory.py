@@ -61,6 +61,20 @@ def test_memory_is_taken_from_idle_sharers_but_not_from_active_ones(rig: Rig) ->
     cache.close()
 
 
+def test_the_margin_of_the_source_is_taken_back_for_the_copy(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    cache.set_memory_limit(12 * cache.layout.page_bytes)
+    former = cache.alloc_reqid()
+    assert cache.step({former: 6 * TOKENS})
+    cache.free_reqid(former)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 5})
+    assert (source, mapped(cache, source), cache.pages_available()) == (former, 6, 10)
+    (target,) = cache.fork(source)
+    assert (mapped(cache, source), mapped(cache, target)) == (1, 1)
+    cache.close()
+
+
 def test_staggered_ends_then_trim_leave_what_is_held(rig: Rig) -> None:
     cache = rig.open(max_batch_size=9, **QUIET)
     page = cache.layout.page_bytes * cache.layout.num_planes
