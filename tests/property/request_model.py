@@ -1,12 +1,16 @@
-"""The model of one request: which write each of its rows holds, and the numbers that the write left there."""
+"""Sizes of the machine's cache, and the model of one request: which write each row holds, and what that left there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+from hypothesis import strategies as st
 
-LAYERS, TOKENS, MOST_GUARD = 3, 200, 3
+LAYERS, SLOTS, TOKENS, MOST_GUARD = 3, 4, 200, 3
+
+lengths = st.integers(0, TOKENS)
+picks = st.integers(0, SLOTS - 1)
 
 
 def no_writes() -> torch.Tensor:

@@ -18,25 +18,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from request_model import LAYERS, TOKENS, Request
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from request_model import LAYERS, SLOTS, TOKENS, Request, lengths, picks
+from sharing_rules import SharingRules
 
 from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm.fake import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
-SLOTS = 4
 FULL_PAGES = 96
 """Pages behind four full slots, with every layout and page size below."""
 HEAD_DIM = {mmap.PAGESIZE: 20 * mmap.PAGESIZE // 4096, 64 << 10: 320}
 """With these a page holds 17 rows and a part of the 18th."""
 
-lengths = st.integers(0, TOKENS)
-picks = st.integers(0, SLOTS - 1)
 deltas = st.one_of(st.none(), st.integers(-20, 3), st.integers(10, 120))
 
 
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(SharingRules):
     """Rules are the public calls; the model is the list of active requests, oldest first."""
 
     def __init__(self) -> None:
@@ -170,40 +168,6 @@ class CacheMachine(RuleBasedStateMachine):
             for request in self.requests:
                 self.grown(request, lens.get(request.reqid, 0))
 
-    @precondition(lambda self: 0 < len(self.requests) < SLOTS)
-    @rule(index=picks, num_tokens=st.integers(1, TOKENS), ahead=st.one_of(st.just(0), lengths))
-    def share(self, index: int, num_tokens: int, ahead: int) -> None:
-        """A new request gets the first tokens of another."""
-        source, target, layout = self.pick(index), self.begin(ahead), self.cache.layout
-        if num_tokens > source.last:
-            with pytest.raises(StateError, match=f"reqid {source.reqid} has {source.last} tokens"):
-                self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
-            return
-        needed = (layout.pages_for(num_tokens) - layout.whole_pages(num_tokens)) * layout.num_planes
-        fits = needed <= self.cache.pages_available()
-        ok = self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
-        if self.exact and not ahead and self.cache.pool.extent_pages == 1:
-            assert ok == fits
-        if ok:
-            target.inherit(source, num_tokens)
-
-    @precondition(lambda self: self.requests)
-    @rule(index=picks, count=st.integers(1, SLOTS - 1))
-    def fork(self, index: int, count: int) -> None:
-        source, idle = self.pick(index), SLOTS - len(self.requests)
-        try:
-            reqids = self.call(self.cache.fork, source.reqid, count)
-        except OutOfSlotsError:
-            assert count > idle
-        except OutOfPagesError:
-            assert source.last
-            for _ in range(count):  # as many requests as if it had worked, or the timing would change the example
-                self.begin()
-        else:
-            assert len(reqids) == count <= idle
-            for reqid in reqids:
-                self.add(reqid).inherit(source, source.last)
-
     @precondition(lambda self: self.requests)
     @rule(index=picks, seq_len=lengths)
     def prefetch(self, index: int, seq_len: int) -> None:
@@ -308,18 +272,6 @@ class CacheMachine(RuleBasedStateMachine):
                 for kv, view in enumerate((cache.k(layer), cache.v(layer))):
                     found = view[request.reqid, span]
                     assert torch.equal(found, request.rows(span, layer, kv).expand_as(found))
-
-    def saved_bytes(self) -> int:
-        """Bytes mapped behind active requests more than once, from the driver's own books."""
-        ledger, layout = self.driver.inner._ledger, self.cache.layout
-        active, seen, saved = {request.reqid for request in self.requests}, set(), 0
-        for plane in self.cache._state.backing.reservations:
-            for address, handle in ledger._at.items():
-                slot, _ = divmod(address - plane.address, layout.slot_stride_bytes)
-                if plane.address <= address < plane.address + plane.num_bytes and slot in active:
-                    saved += ledger._sizes[handle] * (handle in seen)
-                    seen.add(handle)
-        return saved
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
