@@ -39,8 +39,8 @@ class PrefixSharing(Facade):
         to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
         writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
         it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
-        over, the call waits for it, as it does for that of other freed requests when memory is short. Costs driver
-        time per handle shared, twice that of `step` for a page at most. `src` must not be freed meanwhile.
+        over, the call waits for it, as it does for that of other freed requests when memory is short. Costs the
+        driver time of one mapping per handle. `src` must not be freed by another thread meanwhile.
 
         Parameters
         ----------
