@@ -1,0 +1,73 @@
+"""The machine's rules that share: a prefix with a new request, all tokens with several, and what that saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from request_model import SLOTS, TOKENS, Request, lengths, picks
+
+from slicedkv import OutOfPagesError, OutOfSlotsError, SlicedKVCache, StateError
+from slicedkv.vmm.fake import FaultyDriver
+
+
+class SharingRules(RuleBasedStateMachine):
+    """Part of `CacheMachine`, which has the cache, the model and what is used of both here."""
+
+    cache: SlicedKVCache
+    driver: FaultyDriver
+    requests: list[Request]
+    exact: bool
+    call: Callable[..., Any]
+    pick: Callable[[int], Request]
+    begin: Callable[..., Request]
+    add: Callable[[int], Request]
+
+    @precondition(lambda self: 0 < len(self.requests) < SLOTS)
+    @rule(index=picks, num_tokens=st.integers(1, TOKENS), ahead=st.one_of(st.just(0), lengths))
+    def share(self, index: int, num_tokens: int, ahead: int) -> None:
+        """A new request gets the first tokens of another."""
+        source, target, layout = self.pick(index), self.begin(ahead), self.cache.layout
+        if num_tokens > source.last:
+            with pytest.raises(StateError, match=f"reqid {source.reqid} has {source.last} tokens"):
+                self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
+            return
+        needed = (layout.pages_for(num_tokens) - layout.whole_pages(num_tokens)) * layout.num_planes
+        fits = needed <= self.cache.pages_available()
+        ok = self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
+        if self.exact and not ahead and self.cache.pool.extent_pages == 1:
+            assert ok == fits
+        if ok:
+            target.inherit(source, num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks, count=st.integers(1, SLOTS - 1))
+    def fork(self, index: int, count: int) -> None:
+        source, idle = self.pick(index), SLOTS - len(self.requests)
+        try:
+            reqids = self.call(self.cache.fork, source.reqid, count)
+        except OutOfSlotsError:
+            assert count > idle
+        except OutOfPagesError:
+            assert source.last
+            for _ in range(count):  # as many requests as if it had worked, or the timing would change the example
+                self.begin()
+        else:
+            assert len(reqids) == count <= idle
+            for reqid in reqids:
+                self.add(reqid).inherit(source, source.last)
+
+    def saved_bytes(self) -> int:
+        """Bytes mapped behind active requests more than once, from the driver's own books."""
+        ledger, layout = self.driver.inner._ledger, self.cache.layout
+        active, seen, saved = {request.reqid for request in self.requests}, set(), 0
+        for plane in self.cache._state.backing.reservations:
+            for address, handle in ledger._at.items():
+                slot, _ = divmod(address - plane.address, layout.slot_stride_bytes)
+                if plane.address <= address < plane.address + plane.num_bytes and slot in active:
+                    saved += ledger._sizes[handle] * (handle in seen)
+                    seen.add(handle)
+        return saved
