@@ -44,6 +44,13 @@ class Device:
         event.record()
         return event.synchronize
 
+    def taken_bytes(self, driver: Any) -> int:
+        """Physical memory that is taken: on a GPU by anybody, on the host by this driver, as the OS counts it."""
+        if not self.is_cuda:
+            return int(driver.used_bytes())
+        info = driver.memory_info()
+        return int(info.total_bytes - info.free_bytes)
+
     def cache(self, shape: tuple[int, int, int], slots: int, max_seq_len: int, **options: Any) -> SlicedKVCache:
         layers, heads, dim = shape
         if "pool" not in options:

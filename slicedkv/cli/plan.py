@@ -14,7 +14,7 @@ from ..layout import KVLayout
 from .footprint import Footprint, footprints
 from .text import format_bytes, format_table, parse_bytes
 
-__all__ = ["MODELS", "add_arguments", "run"]
+__all__ = ["MODELS", "add_arguments", "heads_per_gpu", "run"]
 
 MODELS = {
     "llama-3-8b": (32, 8, 128),
@@ -95,12 +95,18 @@ def _layout(options: argparse.Namespace) -> KVLayout:
         max_seq_len=options.max_seq_len,
         device=torch.device("cpu"),
     )
-    heads = _heads_per_gpu(config.num_kv_heads, options.tensor_parallel)
+    heads = heads_per_gpu(config.num_kv_heads, options.tensor_parallel)
     return replace(config.kv_layout(2 << 20), num_kv_heads=heads)
 
 
-def _heads_per_gpu(heads: int, gpus: int) -> int:
-    """KV heads on one of several GPUs; with more GPUs than heads each head lies on several."""
+def heads_per_gpu(heads: int, gpus: int) -> int:
+    """KV heads on one of several GPUs; with more GPUs than heads each head lies on several.
+
+    Raises
+    ------
+    ConfigError
+        Neither number is a multiple of the other.
+    """
     if gpus < 1 or (heads % gpus and gpus % heads):
         raise ConfigError(f"tensor_parallel is {gpus}; {heads} KV heads cannot be shared evenly")
     return max(1, heads // gpus)
