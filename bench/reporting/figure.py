@@ -1,0 +1,78 @@
+"""`Figure`, one headline figure, and the ways to pick its value from the rows of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["Figure", "Row", "most", "reached", "rows_with", "summarise"]
+
+Row = dict[str, Any]
+
+
+class Figure(NamedTuple):
+    """One headline figure: where it comes from and what it should reach.
+
+    Attributes
+    ----------
+    name : str
+        Its key in the summary, such as "mapper.stalls_idle_main".
+    source : str
+        File of `results/`.
+    unit, goal, meaning : str
+        The goal is ">= 60", "<= 1.0", or "" where the value is only reported.
+    pick : callable
+        The value, from the rows of the file; `ValueError` when they do not hold it.
+    why_not : str
+        Why the goal was not reached; shown only then.
+    kind : {"measured", "modelled"}
+    """
+
+    name: str
+    source: str
+    unit: str
+    goal: str
+    meaning: str
+    pick: Callable[[list[Row]], float]
+    why_not: str = ""
+    kind: Literal["measured", "modelled"] = "measured"
+
+
+def rows_with(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows in which every named value is as given."""
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def most(key: str, **wanted: Any) -> Callable[[list[Row]], float]:
+    """The largest `key` among the rows with these values."""
+    return lambda rows: max(row[key] for row in rows_with(rows, **wanted))
+
+
+def reached(value: float, goal: str) -> bool:
+    """Compare a value with a goal such as ">= 60"."""
+    if not goal:
+        return True
+    sign, bound = goal.split()
+    return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+def summarise(figures: Iterable[Figure], results: dict[str, Row]) -> dict[str, Row]:
+    """The flat summary of every figure whose source is there and holds its rows."""
+    summary = {}
+    for figure in figures:
+        if figure.source not in results:
+            continue
+        result = results[figure.source]
+        try:
+            value = figure.pick(result["rows"])
+        except ValueError:  # a part of the benchmark was not run
+            continue
+        summary[figure.name] = {
+            "value": round(value, 3),
+            "unit": figure.unit,
+            "goal": figure.goal,
+            "kind": figure.kind,
+            "source": figure.source,
+            "date": result["date"],
+        }
+    return summary

@@ -1,0 +1,83 @@
+"""Figures about the mapper: how well it hides mapping."""
+
+from __future__ import annotations
+
+from reporting.figure import Figure, most
+
+DRIVER_PAUSES = (
+    "In steady decode a few batches of driver calls, creating and mapping alike, take 10 to 50 ms instead of 1, and so "
+    "do some of the inline ones of the sync mapper; a process that only watched the clock on this machine for 12 s saw "
+    "no pause over 1 ms (map_ops). Hiding them takes pages mapped ten steps ahead, more than the 15 % of a page that "
+    "lookahead may cost."
+)
+BACKGROUND = {"measure": "stalls", "mapper": "background"}
+FIGURES: tuple[Figure, ...] = (
+    Figure(
+        "mapper.stalls_idle_main",
+        "mapper-h200.json",
+        "of 10,000 steps",
+        "<= 0",
+        "decode steps that waited for the driver, main thread idle between steps",
+        most("stalls", **BACKGROUND, steps=10_000, main_thread="idle"),
+        DRIVER_PAUSES,
+    ),
+    Figure(
+        "mapper.stalls_busy_main",
+        "mapper-h200.json",
+        "of 10,000 steps",
+        "<= 0",
+        "the same, main thread busy in pure Python between steps",
+        most("stalls", **BACKGROUND, steps=10_000, main_thread="busy"),
+        DRIVER_PAUSES,
+    ),
+    Figure(
+        "mapper.lookahead_pages_max",
+        "mapper-h200.json",
+        "pages per request and plane",
+        "<= 0.15",
+        "pages mapped ahead, on average, in the worst of all steady-decode runs",
+        most("lookahead_pages_per_request", **BACKGROUND),
+    ),
+    Figure(
+        "mapper.pages_per_s_busy_main",
+        "mapper-h200.json",
+        "pages/s",
+        ">= 2500",
+        "2 MiB pages mapped beside a main thread that holds the GIL",
+        most("pages_per_s", measure="throughput", main_thread="busy", extent_pages=1),
+    ),
+    Figure(
+        "mapper.map_gb_s_alone",
+        "mapper-h200.json",
+        "GB/s",
+        ">= 60",
+        "2 MiB pages mapped by the mapper's thread alone, handles ready",
+        most("gb_per_s", measure="throughput", main_thread="idle", extent_pages=1),
+        "On this machine one mapping of 2 MiB took 41 us, nearly all of it in the driver; 35 us would be needed. "
+        "Extents of 32 MiB reach 996 GB/s.",
+    ),
+    Figure(
+        "mapper.cold_2gib_ms",
+        "mapper-h200.json",
+        "ms",
+        "<= 5",
+        "wait of the first step of a 2 GiB prompt in a cold slot, with extents",
+        most("stall_ms", measure="prompt", slot="cold", extent_pages=16, notice_ms=0.0),
+    ),
+    Figure(
+        "mapper.step_us_b256",
+        "mapper-h200.json",
+        "us",
+        "<= 10",
+        "`step` with nothing to grow, 256 slots, lengths as a tensor",
+        most("step_us_p50", measure="step", slots=256, growing=0, form="tensor"),
+    ),
+    Figure(
+        "mapper.step_us_b4096",
+        "mapper-h200.json",
+        "us",
+        "<= 25",
+        "the same with 4,096 slots",
+        most("step_us_p50", measure="step", slots=4096, growing=0, form="tensor"),
+    ),
+)
