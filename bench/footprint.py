@@ -71,7 +71,7 @@ def profiles(shape: Shape, longest: int, trace: Trace) -> dict[str, Profile]:
 
 
 def waste(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
-    """Bytes beyond the tokens, averaged over the steps of each request and then over requests; and over all steps.
+    """Bytes beyond the tokens, averaged in three ways.
 
     What the cache maps for a request in an empty slot depends on its length alone, as `replay` checks. So the cache is
     asked once for each length, and the averages over all steps of all requests follow exactly.
@@ -80,24 +80,40 @@ def waste(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
     for shape, model in shapes(BUDGET_GB, options.quick).items():
         progress(f"waste: {model}")
         for trace in found:
-            by_request, by_step = _waste(shape, longest, trace)
             about = {"trace": trace.name, "model": model, "requests": len(trace.requests)}
-            yield {"measure": "waste_mib", **about, **by_request}
-            yield {"measure": "waste_mib_by_step", **about, **by_step}
+            yield from ({"measure": measure} | about | row for measure, row in _waste(shape, longest, trace).items())
 
 
-def _waste(shape: Shape, longest: int, trace: Trace) -> tuple[Row, Row]:
+def _waste(shape: Shape, longest: int, trace: Trace) -> dict[str, Row]:
+    """By measure: averages over the decode steps of each request and then over requests, over the steps of all
+    requests, and over eight lengths of each request, evenly spaced from its prompt on and weighted by its steps.
+
+    The last is a sample of the second, for comparison with tables made in that way.
+    """
     prompts, decodes = torch.tensor(trace.requests).T.contiguous()
-    used = _token_bytes(shape) * (decodes * prompts + decodes * (decodes + 1) // 2)
-    held = {name: p.total(prompts + decodes) - p.total(prompts) for name, p in profiles(shape, longest, trace).items()}
-    columns = {"used": used}
-    for name, total in held.items():
-        without = name.removeprefix(_AHEAD)
-        columns[name] = total - (used if without == name else held[without])
-    exact = {name: total.double() / MIB for name, total in columns.items()}
-    by_request = {name: round((total / decodes).mean().item(), 3) for name, total in exact.items()}
-    by_step = {name: round((total.sum() / decodes.sum()).item(), 3) for name, total in exact.items()}
-    return by_request, by_step
+    ends, eighths = prompts + decodes, prompts + torch.arange(8).unsqueeze(1) * decodes // 8
+    by_layout = profiles(shape, longest, trace)
+    all_steps = {name: held.total(ends) - held.total(prompts) for name, held in by_layout.items()}
+    eight_steps = {name: held.held(eighths).sum(0) * decodes for name, held in by_layout.items()}
+    beyond_all = _beyond(decodes * prompts + decodes * (decodes + 1) // 2, shape, all_steps)
+    beyond_eight = _beyond(eighths.sum(0) * decodes, shape, eight_steps)
+    steps = decodes.sum()
+    return {
+        "waste_mib": {name: _mib((total / decodes).mean()) for name, total in beyond_all.items()},
+        "waste_mib_by_step": {name: _mib(total.sum() / steps) for name, total in beyond_all.items()},
+        "waste_mib_by_eighths": {name: _mib(total.sum() / (8 * steps)) for name, total in beyond_eight.items()},
+    }
+
+
+def _beyond(tokens: torch.Tensor, shape: Shape, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By column, for each request: bytes used, held beyond them, and held for lookahead beyond the same without."""
+    used = _token_bytes(shape) * tokens
+    base = {name: held[name.removeprefix(_AHEAD)] if name.startswith(_AHEAD) else used for name in held}
+    return {"used": used.double()} | {name: (total - base[name]).double() for name, total in held.items()}
+
+
+def _mib(num_bytes: torch.Tensor) -> float:
+    return round(num_bytes.item() / MIB, 3)
 
 
 def _token_bytes(shape: Shape) -> int:

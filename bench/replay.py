@@ -109,6 +109,10 @@ class Profile:
         last = torch.searchsorted(self._lengths, lengths, right=True).sub_(1).clamp_(min=0)
         return self._before[last] + (lengths - self._lengths[last] + 1) * self._held[last]
 
+    def held(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The bytes held at each of these lengths, all of at least 1."""
+        return self.total(lengths) - self.total(lengths - 1)
+
 
 def measure_profile(books: Books, longest: int) -> Profile:
     """Let one request grow from 1 to `longest` tokens, asking the cache wherever more may be mapped."""

@@ -33,7 +33,7 @@ FIGURES = (
         SOURCE,
         "x",
         "<= 0.5",
-        "the same, interleaved",
+        "waste of a request, interleaved, over that with 64 KiB pages per layer; the worst of all shapes and traces",
         ratio(max, "waste_mib", (INTERLEAVED,)),
         "With 32 layers, 64 pages of 64 KiB are two of 2 MiB: interleaved can save half and no more, and does on "
         "average. With one KV head a page holds 128 tokens (256 small), so the lengths of a trace do not fall evenly "

@@ -59,10 +59,16 @@ class Ledger:
         Bytes that every address and size must be a multiple of.
     code, name
         The driver's own error for an invalid argument, used in the `DriverError` of a breach.
+
+    Attributes
+    ----------
+    created_bytes : int
+        Bytes behind all handles.
     """
 
     def __init__(self, granularity: int, code: int, name: str) -> None:
         self.lock = Lock()
+        self.created_bytes = 0
         self._granularity = granularity
         self._code = code
         self._name = name
@@ -78,11 +84,6 @@ class Ledger:
     def reserved_bytes(self) -> int:
         """Bytes of all reservations."""
         return sum(reserved.num_bytes for reserved in list(self._reserved.values()))
-
-    @property
-    def created_bytes(self) -> int:
-        """Bytes behind all handles."""
-        return sum(self._sizes.values())
 
     @property
     def mapped_count(self) -> int:
@@ -121,7 +122,9 @@ class Ledger:
 
     def add_handles(self, handles: Iterable[int], num_bytes: int) -> None:
         """Note new handles of `num_bytes` each."""
-        self._sizes.update(dict.fromkeys(handles, num_bytes))
+        added = dict.fromkeys(handles, num_bytes)
+        self._sizes.update(added)
+        self.created_bytes += len(added) * num_bytes
 
     def drop_handles(self, handles: Sequence[int]) -> tuple[array[int], array[int], DriverError | None]:
         """Forget unmapped handles; return them with their sizes, and the first error about one that cannot go."""
@@ -135,6 +138,7 @@ class Ledger:
             else:
                 dropped.append(handle)
                 sizes.append(self._sizes.pop(handle))
+                self.created_bytes -= sizes[-1]
         return dropped, sizes, failure
 
     # --- mappings --------------------------------------------------------------------------------------------------

@@ -108,17 +108,18 @@ def test_jumps_ask_the_cache_seldom():
 def test_profile_by_hand():
     held = Profile([1, 4, 6], [10, 20, 30])  # 10 10 10 20 20 30 30 ...
     assert held.total(torch.tensor([0, 1, 3, 4, 5, 6, 8])).tolist() == [0, 10, 30, 50, 70, 100, 160]
+    assert held.held(torch.tensor([1, 3, 4, 5, 6, 9])).tolist() == [10, 10, 20, 20, 30, 30]
     assert Profile.modelled(lambda length: -(-length // 3), 3, 8).total(torch.tensor([3, 8])).tolist() == [3, 15]
 
 
-def waste_of(requests: list[tuple[int, int]]) -> tuple[dict[str, float], dict[str, float]]:
+def waste_of(requests: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
     trace = Trace("known", [Request(*request) for request in requests])
     return footprint._waste(LLAMA, footprint.longest_of(trace), trace)
 
 
 def test_waste_of_a_trace_known_by_heart():
     # Lengths 31, 32, 33, 34: 4, 4, 8, 8 MiB mapped sliced, 4, 4, 6, 6 interleaved, 4.0625 used on average; then 64: 8.
-    by_request, by_step = waste_of([(30, 4), (63, 1)])
+    found = waste_of([(30, 4), (63, 1)])
     by_hand = {
         "used": (4.0625 + 8) / 2,
         "sliced, 2 MiB pages (measured)": (6 - 4.0625) / 2,
@@ -133,8 +134,20 @@ def test_waste_of_a_trace_known_by_heart():
         "by lookahead: sliced, 2 MiB pages (measured)": (4 + 4) / 4 / 2,
         "by lookahead: interleaved, 2 MiB pages (measured)": (2 + 2) / 4 / 2,
     }
-    assert by_request == pytest.approx(by_hand, abs=0.0005)
-    assert by_step["sliced, 2 MiB pages (measured)"] == pytest.approx(4 * (6 - 4.0625) / 5, abs=0.0005)
+    assert found["waste_mib"] == pytest.approx(by_hand, abs=0.0005)
+    by_step = found["waste_mib_by_step"]["sliced, 2 MiB pages (measured)"]
+    assert by_step == pytest.approx(4 * (6 - 4.0625) / 5, abs=0.0005)
+
+
+def test_waste_at_eighths_of_a_trace_known_by_heart():
+    # The first at lengths 30 30 31 31 32 32 33 33, the second at 63 eight times, with four steps to one.
+    eighths = waste_of([(30, 4), (63, 1)])["waste_mib_by_eighths"]
+    used = (4 * 31.5 + 63) / 5 / 8
+    assert eighths["used"] == pytest.approx(used, abs=0.0005)
+    assert eighths["sliced, 2 MiB pages (measured)"] == pytest.approx((4 * 5 + 8) / 5 - used, abs=0.0005)
+    assert eighths["paged, 16 tokens (modelled)"] == pytest.approx((4 * 4.5 + 8) / 5 - used, abs=0.0005)
+    # The next page is there from 30 tokens on: beyond 28 of 32. At 63 of 64, the longest, there is no next.
+    assert eighths["by lookahead: sliced, 2 MiB pages (measured)"] == pytest.approx(4 * 3 / 5, abs=0.0005)
 
 
 @pytest.mark.parametrize(("kind", "page_bytes"), LAYOUTS)
@@ -207,6 +220,9 @@ def test_layouts_have_the_same_tokens():
     assert all(isinstance(layout, KVLayout) for layout in found.values())
 
 
+WASTE = {"waste_mib", "waste_mib_by_step", "waste_mib_by_eighths"}
+
+
 def run_bench(monkeypatch, tmp_path, *words: str) -> tuple[int, dict]:
     """Run the benchmark on the host in this process; return its exit code and its result."""
     path = tmp_path / "tiny.csv"
@@ -224,7 +240,7 @@ def test_all_parts_on_the_host(monkeypatch, tmp_path):
     assert (code, result["command"]) == (0, "python bench/footprint.py --trace tiny.csv --quick")
     rows = result["rows"]
     measures = {row["measure"] for row in rows}
-    assert measures == {"waste_mib", "waste_mib_by_step", "replay", "largest_batch", "serve", "memory"}
+    assert measures == {*WASTE, "replay", "largest_batch", "serve", "memory"}
     assert all(row["differing_requests"] == 0 for row in rows if row["measure"] == "replay")
     real = [row for row in rows if row["measure"] == "memory"]
     assert len(real) == len(LAYOUTS)
