@@ -25,6 +25,7 @@ _BACKENDS = {
     "sdpa": ("sdpa", "SDPABackend"),
     "reference": ("reference", "ReferenceBackend"),
 }
+_INSTALL = {"flashinfer": "slicedkv[flashinfer]", "triton": "slicedkv[triton]", "flash_attn": "flash-attn"}
 
 
 class Choice(NamedTuple):
@@ -131,5 +132,6 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
     try:
         backend = _load(name)
     except ImportError as error:
-        return f"cannot import {error.name or error}"
+        package = _INSTALL.get(name)
+        return f"cannot import {error.name or error}" + (f"; pip install {package}" if package else "")
     return backend.supports(device, dtype, head_dim)

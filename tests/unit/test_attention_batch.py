@@ -108,7 +108,9 @@ def test_choice_of_a_backend(make_cache):
     assert list(reasons) == ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
     assert reasons["reference"] is None
     assert "float8" in str(reasons["sdpa"])
-    assert reasons["flash_attn"] == "cannot import flash_attn"
+    assert reasons["flash_attn"] == "cannot import flash_attn; pip install flash-attn"
+    with pytest.raises(BackendUnavailableError, match=r"pip install slicedkv\[flashinfer\]"):
+        open_backend("flashinfer", make_cache(), num_qo_heads=2)
 
 
 def test_options_decide_and_are_named(make_cache):
