@@ -22,6 +22,7 @@ from slicedkv.attention import Batch
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 
 Row = dict[str, Any]
+NEEDS_GPU = True
 REQUESTS, PROMPT, LAYERS = 64, 1024, 8
 VARIANTS = (("triton", True), ("triton", False), ("flashinfer", True), ("flashinfer", False), ("auto", True))
 """Attention backend, and whether steps are CUDA graphs."""

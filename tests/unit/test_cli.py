@@ -270,3 +270,9 @@ def test_known_models_are_valid():
             max_seq_len=1,
             device=torch.device("cpu"),
         )
+
+
+def test_measurements_that_refuse_the_host_say_so():
+    for path in slicedkv.cli.bench.FOLDER.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ("this benchmark needs an NVIDIA GPU" in text) == ("\nNEEDS_GPU = True\n" in text), path.name
