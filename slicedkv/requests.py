@@ -79,9 +79,10 @@ class Requests:
         return slot
 
     def undo_begin(self, slot: int) -> None:
-        """Make an active slot idle again whose request never began. Lock held."""
-        self._state.slots.deactivate(slot)
-        self._state.lengths.reset(slot)
+        """Make an active slot idle again whose request never began; a lost one stays lost. Lock held."""
+        if self._state.slots.is_active(slot):
+            self._state.slots.deactivate(slot)
+            self._state.lengths.reset(slot)
 
     def want(self, slot: int, seq_len: int) -> None:
         """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
