@@ -88,7 +88,7 @@ class SlicedKVCache(PrefixSharing):
         self._mapper = Mapper(planner, background=config.mapper == "background")
         copier = Copier(self._state, self._views)
         self._stepper = Stepper(self._state, self._mapper, CopyOnWrite(self._state, copier))
-        self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
+        self._zeroer = Zeroer(self._state, copier) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
         self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())

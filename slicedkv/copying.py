@@ -1,7 +1,7 @@
-"""`Copier`: copies of bytes from one slot to another, queued on the stream that is current in the calling thread.
+"""`Copier`: copies bytes from one slot to another, and zeroes them, on the stream current in the calling thread.
 
-A fence is left behind on both slots, so that nothing is unmapped under a copy. Knows tensors and addresses; what must
-be copied, and that both sides are mapped, is the business of `sharing` and `writing`.
+A fence is left behind on every slot it touches, so that nothing is unmapped under its work. Knows tensors and
+addresses; what must be copied or zeroed, and that it is mapped, is the business of `sharing`, `writing` and `zeroing`.
 """
 
 from __future__ import annotations

@@ -44,10 +44,6 @@ class KVViews:
         """Let go of all views, so that their addresses are freed when the last one elsewhere is gone."""
         self.raw_bytes = self.planes = self.keys = self.values = ()
 
-    def page_bytes_of(self, layout: KVLayout, slot: int, first_page: int, end_page: int) -> list[torch.Tensor]:
-        """Bytes of pages ``[first_page, end_page)`` of a slot, one tensor a plane."""
-        return self.bytes_of(layout, slot, first_page * layout.page_bytes, end_page * layout.page_bytes)
-
     def bytes_of(self, layout: KVLayout, slot: int, first_byte: int, end_byte: int) -> list[torch.Tensor]:
         """Bytes ``[first_byte, end_byte)`` of a slot, one tensor a plane."""
         start = slot * layout.slot_stride_bytes

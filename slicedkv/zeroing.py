@@ -7,8 +7,8 @@ left behind so that no page is unmapped under it. Pages mapped ahead are zeroed 
 
 from __future__ import annotations
 
+from .copying import Copier
 from .state import CacheState
-from .views import KVViews
 
 __all__ = ["Zeroer"]
 
@@ -19,19 +19,19 @@ class Zeroer:
     Parameters
     ----------
     state : CacheState
-    views : KVViews
+    copier : Copier
     """
 
-    def __init__(self, state: CacheState, views: KVViews) -> None:
+    def __init__(self, state: CacheState, copier: Copier) -> None:
         self._state = state
-        self._views = views
+        self._copier = copier
 
     def run(self) -> None:
         """Queue zeroing of all dirty pages of active slots on the current stream.
 
         Holds the work token, so that the mapper does not unmap margin pages while they are being zeroed.
         """
-        state = self._state
+        state, page_bytes = self._state, self._state.layout.page_bytes
         with state.gate.lock:
             if not self._dirty():
                 return
@@ -39,11 +39,9 @@ class Zeroer:
             with state.gate.lock:
                 dirty = self._dirty()
             for slot, first, end in dirty:
-                for pages in self._views.page_bytes_of(state.layout, slot, first, end):
-                    pages.zero_()
+                self._copier.zero(slot, first * page_bytes, end * page_bytes)
                 with state.gate.lock:
                     state.clean_pages[slot] = end
-                    state.slots.set_fence(slot, state.pool.driver.record_fence())
 
     def _dirty(self) -> list[tuple[int, int, int]]:
         """Slots and the pages ``[first, end)`` of each that an active request could see something old in. Lock held."""

@@ -16,7 +16,7 @@ PAGE = 64 << 10
 def planes(cache: SlicedKVCache, reqid: int, pages: int | None = None) -> list[torch.Tensor]:
     """Bytes of a request's first `pages` pages, by default of all that are mapped, one tensor a plane."""
     end = cache._state.backing.mapped(reqid) if pages is None else pages
-    return cache._views.page_bytes_of(cache.layout, reqid, 0, end)
+    return cache._views.bytes_of(cache.layout, reqid, 0, end * cache.layout.page_bytes)
 
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
@@ -71,3 +71,23 @@ def test_pages_being_zeroed_are_not_unmapped() -> None:
         assert cache._state.slots.fence(reqid) is fence
         fake.finish_fences()
         cache.check_integrity()
+
+
+def test_zeroing_does_not_let_go_of_earlier_work_in_the_slot() -> None:
+    """The slot's fence must stand for the last request's work too, whatever stream `step` zeroes on."""
+    fake = FakeDriver(PAGE)
+    pool = PagePool(FaultyDriver(fake), page_bytes=PAGE, memory_limit=100 * PAGE)
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "max_batch_size": 1, "max_seq_len": 4096}
+    with SlicedKVCache(**shape, dtype="float16", pool=pool, mapper="sync", zero_on_reuse=True) as cache:
+        reqid = cache.alloc_reqid()
+        assert cache.step({reqid: 100})
+        fake.hold_fences = True
+        cache.free_reqid(reqid)
+        earlier = cache._state.slots.fence(reqid)
+        assert cache.alloc_reqid() == reqid
+        fake.ordered.clear()
+        fake.current_stream = "another"
+        assert cache.step({reqid: 100})
+        assert fake.ordered == [("another", earlier)]
+        assert cache._state.slots.fence(reqid) is not earlier
+        fake.finish_fences()
