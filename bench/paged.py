@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slicedkv.attention import AttentionBackend, Batch
-from slicedkv.attention.batch import PADDED
+from slicedkv.attention.batch import PADDED, Lane
 from slicedkv.layout import KVLayout
 
 PAGE_TOKENS = 16
@@ -125,19 +125,19 @@ class PagedBackend(AttentionBackend):
         """True on a GPU."""
         return self.device.type == "cuda"
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:
-        lanes = [
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
+        rows = [
             (self.cache.tables[reqid][: -(-n // PAGE_TOKENS)], q, n) if reqid != PADDED else ([0], q, q)
             for reqid, q, n in zip(batch.reqids, batch.q_lens, batch.seq_lens, strict=True)
         ]
-        decoding = next((i for i, q in enumerate(batch.q_lens) if q != 1), len(lanes))
+        decoding = next((i for i, q in enumerate(batch.q_lens) if q != 1), len(rows))
         self._decode_rows = decoding
-        self._plan_append(lanes, graph=graph)
+        self._plan_append(rows, graph=graph)
         if decoding:
             self._decoder = self._open_decoder(decoding if graph else 0)
-            self._decoder.plan(*_table(lanes[:decoding]), *self._heads, PAGE_TOKENS, **self._dtypes)
-        if decoding < len(lanes):
-            rest = [lane for lane in lanes[decoding:] if lane[1]]
+            self._decoder.plan(*_table(rows[:decoding]), *self._heads, PAGE_TOKENS, **self._dtypes)
+        if decoding < len(rows):
+            rest = [row for row in rows[decoding:] if row[1]]
             ends = torch.tensor([0, *(q for _, q, _ in rest)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self._prefiller.plan(ends, *_table(rest), *self._heads, PAGE_TOKENS, causal=True, **self._dtypes)
 

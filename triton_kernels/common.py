@@ -126,7 +126,23 @@ def check_like(name: str, tensor: Tensor, model: Tensor) -> None:
     check_last_contiguous(name, tensor)
 
 
-def check_lse(lse: Tensor | None, q: Tensor) -> None:
+def outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, *, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return where attention writes, allocated where nothing is given; `lse` only if it is given or wanted.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `check_caches`.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_like("out", out, q)
+    if return_lse and lse is None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    _check_lse(lse, q)
+    return out, lse
+
+
+def _check_lse(lse: Tensor | None, q: Tensor) -> None:
     """Refuse a buffer for logarithms of sums that is not ``[rows, Hq]`` float32 and contiguous.
 
     Raises

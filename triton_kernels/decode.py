@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import (
     check_index,
-    check_like,
-    check_lse,
     check_positive,
     check_scales,
     find_slot,
     on_device,
+    outputs,
     padded,
 )
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
@@ -113,11 +111,7 @@ def decode_attention(
     check_index("seq_lens", seq_lens, q.device, lanes)
     check_positive("soft_cap", soft_cap)
     k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_like("out", out, q)
-    if return_lse and lse is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    check_lse(lse, q)
+    out, lse = outputs(q, out, lse, return_lse=return_lse)
     split = plan.num_splits > 1
     parts, part_lse = cut_workspace(workspace, q, plan.num_splits) if split else (out, out)
     result = (out, lse) if return_lse and lse is not None else out

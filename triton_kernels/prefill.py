@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,14 +15,13 @@ from torch import Tensor
 from .common import (
     check_caches,
     check_index,
-    check_like,
-    check_lse,
     check_positive,
     check_queries,
     check_scales,
     find_lane,
     find_slot,
     on_device,
+    outputs,
     padded,
     traits,
 )
@@ -98,11 +96,7 @@ def prefill_attention(
     check_index("cu_q_lens", cu_q_lens, q.device, lanes + 1)
     _check_options(causal, window, soft_cap, max_q_len)
     k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_like("out", out, q)
-    if return_lse and lse is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    check_lse(lse, q)
+    out, lse = outputs(q, out, lse, return_lse=return_lse)
     result = (out, lse) if return_lse and lse is not None else out
     if not (q.shape[0] and lanes):
         return result

@@ -18,7 +18,7 @@ from ..checks import check_int
 from ..errors import ConfigError, StateError
 from .batch import PADDED, Batch, Lane
 
-__all__ = ["FLOAT8_DTYPES", "AttentionBackend", "KVSource"]
+__all__ = ["FLOAT8_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -33,6 +33,15 @@ class KVSource(Protocol):
     def v(self, layer: int) -> Tensor:
         """Return V of `layer` as a ``[B, L, H, D]`` view."""
         ...
+
+
+def missing_for_half(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why kernels for 16-bit floats on Ampere and newer cannot run there, or None."""
+    if device.type != "cuda":
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0"
+    return None if dtype in (torch.float16, torch.bfloat16) else f"has no kernels for {dtype}"
 
 
 class AttentionBackend(ABC):
@@ -120,7 +129,7 @@ class AttentionBackend(ABC):
                 check_int(f"seq_len of reqid {lane.reqid}", lane.seq_len, 0, self.max_seq_len)
         if graph:
             self._check_graph(batch)
-        self._plan(batch, graph=graph)
+        self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
         spans = () if graph or self.fills_padding else zip(batch.reqids, pairwise(batch.cu_q_lens), strict=True)
         self._padding = [(begin, end) for reqid, (begin, end) in spans if reqid == PADDED]
@@ -203,7 +212,7 @@ class AttentionBackend(ABC):
                 f"token a lane, and at most {self.max_batch_size} lanes"
             )
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:  # noqa: B027
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:  # noqa: B027
         """Prepare more than the lanes, for backends that need to; on failure `plan` keeps the former batch."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from .base import KVSource
+from .base import KVSource, missing_for_half
 from .batch import PADDED, Batch, Lane
 from .triton import TritonBackend
 
@@ -37,24 +37,19 @@ class FlashAttentionBackend(TritonBackend):
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return None, or the reason: no GPU or one before Ampere, a dtype or head dimension without kernels."""
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs compute capability 8.0"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"FlashAttention 2 has no kernels for {dtype}"
-        fits = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
-        return None if fits else f"head_dim is {head_dim}; it takes multiples of 8, at most {_MAX_HEAD_DIM}"
+        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+            return f"head_dim is {head_dim}; it takes multiples of 8, at most {_MAX_HEAD_DIM}"
+        return missing_for_half(device, dtype)
 
     @property
     def captures(self) -> bool:
         """False: it chooses its launches by lengths."""
         return False
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:
-        super()._plan(batch, graph=graph)
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
+        super()._plan(batch, lanes, graph=graph)
         self._first = self._decode_lanes * self._decode_q_len
-        self._others = [lane for lane in batch.lanes() if lane.begin >= self._first]
+        self._others = [lane for lane in lanes if lane.begin >= self._first]
         # It knows no padded lanes: rows of real ones are gathered where there are others among them.
         real = [lane for lane in range(self._decode_lanes) if batch.reqids[lane] != PADDED]
         self._slots, self._lens = self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import KVSource
+from .base import KVSource, missing_for_half
 from .batch import PADDED, Batch, Lane
 from .paged_view import PagedView
 from .triton import TritonBackend
@@ -89,22 +89,18 @@ class FlashInferBackend(TritonBackend):
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return None, or the reason: no GPU or one before Ampere, or a dtype or head dimension without kernels."""
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs compute capability 8.0"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"this adapter has no kernels for {dtype}"
-        return None if head_dim in _HEAD_DIMS else f"head_dim is {head_dim}; this adapter takes {_HEAD_DIMS}"
+        if head_dim not in _HEAD_DIMS:
+            return f"head_dim is {head_dim}; this adapter takes {_HEAD_DIMS}"
+        return missing_for_half(device, dtype)
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:
-        super()._plan(batch, graph=graph)
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
+        super()._plan(batch, lanes, graph=graph)
         if self.decode == "flashinfer":
             if self._decode_q_len > 1:  # its decode takes one token of each
                 self._decode_lanes = 0
             self._plan_decode(batch, graph=graph)
         first = self._decode_lanes * self._decode_q_len
-        self._spans = self._cut([lane for lane in batch.lanes() if lane.begin >= first], first)
+        self._spans = self._cut([lane for lane in lanes if lane.begin >= first], first)
 
     def _plan_decode(self, batch: Batch, *, graph: bool) -> None:
         reqids, seq_lens = batch.reqids[: self._decode_lanes], batch.seq_lens[: self._decode_lanes]

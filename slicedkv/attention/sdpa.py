@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .base import FLOAT8_DTYPES, AttentionBackend, KVSource
-from .batch import Batch
+from .batch import Batch, Lane
 
 __all__ = ["SDPABackend"]
 
@@ -33,8 +33,7 @@ class SDPABackend(AttentionBackend):
         """Return None, or the reason: SDPA cannot read float8."""
         return f"SDPA cannot read {dtype}" if dtype in FLOAT8_DTYPES else None
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:
-        lanes = batch.lanes()
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         self._decode_index = None
         if len(lanes) == batch.total_q:  # one row each, no padded lane among them
             index = torch.tensor([(lane.reqid, lane.past_len) for lane in lanes], dtype=torch.int64)

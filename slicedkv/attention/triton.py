@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
 from ..triton_kernels.common import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, interpreted
 from .base import AttentionBackend, KVSource
-from .batch import Batch
+from .batch import Batch, Lane
 
 __all__ = ["TritonBackend"]
 
@@ -87,15 +87,15 @@ class TritonBackend(AttentionBackend):
         """True on a GPU: launches depend on shapes alone, and buffers stay in place."""
         return self.device.type == "cuda"
 
-    def _plan(self, batch: Batch, *, graph: bool) -> None:
-        lanes = len(batch.reqids)
-        each = batch.q_lens[0] if lanes else 0
+    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
+        count = len(batch.reqids)
+        each = batch.q_lens[0] if count else 0
         fits = each * self.group_size <= _MAX_DECODE_ROWS and (self.causal or each == 1)
-        if lanes and fits and batch.q_lens.count(each) == lanes:
-            self._decode_lanes, self._decode_q_len = lanes, each
+        if count and fits and batch.q_lens.count(each) == count:
+            self._decode_lanes, self._decode_q_len = count, each
         else:
             self._decode_q_len = 1
-            self._decode_lanes = next((lane for lane, q_len in enumerate(batch.q_lens) if q_len != 1), lanes)
+            self._decode_lanes = next((lane for lane, q_len in enumerate(batch.q_lens) if q_len != 1), count)
         self._upload(batch, graph=graph)
         decoding = slice(0, self._decode_lanes)
         self._max_q_len = max(batch.q_lens[self._decode_lanes :], default=0)

@@ -88,13 +88,11 @@ class DecodeGraphs:
         values = torch.tensor([*tokens, *padding, *padded.positions()], dtype=torch.int64, pin_memory=True)
         self._inputs[: 2 * size].copy_(values, non_blocking=True)
         self._backend.plan(padded, graph=True)
-        if size in self._captured:
-            captured = self._captured[size]
-            captured.graph.replay()
-        else:
-            captured = self._captured[size] = self._capture(size)
-            captured.graph.replay()
-        return captured.logits[:count]
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+        graph, logits = self._captured[size]
+        graph.replay()
+        return logits[:count]
 
     def _capture(self, size: int) -> _Captured:
         """Capture the planned step. It runs once before, so that libraries and kernels are loaded; rows that it appends
