@@ -229,7 +229,8 @@ def main() -> None:
         progress("interrupted; writing what is complete")
     finally:
         if found:
-            print("wrote", write_result("serving", options, beside_paged(found)))
+            traces = sorted(path.stem for path in options.trace) or "generated"
+            print("wrote", write_result("serving", options, beside_paged(found), traces=traces))
 
 
 if __name__ == "__main__":
