@@ -1,7 +1,8 @@
-"""Decode attention: few query tokens a request, split over the tokens of its cache so that every request fills the GPU.
+"""Decode attention: few query tokens a request, and programs that read equally much whatever the requests' lengths.
 
-A program streams one range of tokens of one request for one KV head, or for a few that lie side by side in a token's
-row. A second kernel joins the parts. Must not know how lengths came about: they are read on the device, so a captured
+The tokens of all requests, one after the other, are split into equal parts. A program streams one part for one KV head,
+or for a few that lie side by side in a token's row; a second kernel joins what parts share a request. Where requests
+alone fill the GPU, each is a part. Must not know how lengths came about: they are read on the device, so a captured
 CUDA graph replays with others.
 """
 
@@ -22,15 +23,13 @@ from .common import (
     outputs,
     padded,
 )
+from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
 from .lanes import cache_pointer, find_slot
-from .tile import LN2, NOTHING, attend, finish_rows, start_rows
+from .tile import LN2, attend, finish_rows, start_rows
 from .tuning import DecodeTile
 
 __all__ = ["decode_attention", "decode_workspace_numel"]
-
-# Arguments that change from batch to batch must not make another kernel of it.
-_RUNTIME_INTS = ["max_batch_size", "max_seq_len", "num_splits", "num_blocks"]
 
 
 def decode_attention(
@@ -47,6 +46,7 @@ def decode_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     max_seq_len: int | None = None,
+    uneven: bool = False,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
@@ -78,8 +78,10 @@ def decode_attention(
         What the values in a float8 cache are to be multiplied by.
     max_seq_len : int, optional
         Bound of the lengths that the host knows, for choosing `num_splits`; L by default. Longer ones stay right.
+    uneven : bool
+        Whether lengths may differ much: splits also where as many requests of equal length would fill the GPU.
     num_splits : int, optional
-        Parts each request is read in.
+        Equal parts into which the tokens of all requests together are split; 1 reads each request in one part.
     workspace : Tensor, optional
         float32, at least `decode_workspace_numel` elements; allocated if missing and needed.
     out : Tensor, optional
@@ -106,7 +108,7 @@ def decode_attention(
     Runs on the current stream and synchronises with nothing. With `out`, `workspace` and, if wanted, `lse` given it
     allocates nothing.
     """
-    plan = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, num_splits, window, tile)
+    plan = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, uneven, num_splits, window, tile)
     lanes, num_heads, head_dim = q.shape[0] // q_len, *q.shape[1:]
     check_index("reqids", reqids, q.device, lanes)
     check_index("seq_lens", seq_lens, q.device, lanes)
@@ -114,30 +116,30 @@ def decode_attention(
     k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
     out, lse = outputs(q, out, lse, return_lse=return_lse)
     split = plan.num_splits > 1
-    parts, part_lse = cut_workspace(workspace, q, plan.num_splits) if split else (out, out)
+    parts, part_lse = cut_workspace(workspace, q, q_len, plan.num_splits) if split else (out, out)
     result = (out, lse) if return_lse and lse is not None else out
     if not q.shape[0]:
         return result
     group = num_heads // k_cache.shape[2]
     num_blocks = k_cache.shape[2] // plan.heads * plan.row_tiles
+    sizes = {"Q_LEN": q_len, "HEAD_DIM": head_dim, "NUM_HEADS": num_heads, "BLOCK_N": plan.block_tokens}
+    options = {"BLOCK_L": padded(lanes), "WINDOW": window or 0, "HAS_LSE": lse is not None}
     with on_device(q):
-        _decode_kernel[(lanes * num_blocks, plan.num_splits)](
+        _decode_kernel[((plan.num_splits if split else lanes) * num_blocks,)](
             q, k_cache.data_ptr(), v_cache.data_ptr(), out, lse, parts, part_lse, reqids, seq_lens,
             *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             (1 / math.sqrt(head_dim) if scale is None else scale) * k_factor, v_factor,
-            k_cache.shape[0], k_cache.shape[1], plan.num_splits, num_blocks,
-            GROUP=group, Q_LEN=q_len, HEADS=plan.heads, HEAD_DIM=head_dim, NUM_HEADS=num_heads,
-            BLOCK_M=plan.rows, BLOCK_N=plan.block_tokens, BLOCK_W=plan.width, ROW_TILES=plan.row_tiles,
-            WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=split, HAS_LSE=lse is not None,
-            **cache_elements(k_cache, v_cache), num_warps=plan.tile.warps, num_stages=plan.tile.stages,
+            k_cache.shape[0], k_cache.shape[1], plan.num_splits, num_blocks, lanes,
+            GROUP=group, HEADS=plan.heads, BLOCK_M=plan.rows, BLOCK_W=plan.width, ROW_TILES=plan.row_tiles,
+            SOFT_CAP=soft_cap or 0.0, SPLIT=split, **sizes, **options, **cache_elements(k_cache, v_cache),
+            num_warps=plan.tile.warps, num_stages=plan.tile.stages,
         )  # fmt: skip
         if split:
             join = join_tile(q.shape[0] * num_heads, padded(head_dim), plan.num_splits, q.device)
-            _join_kernel[(q.shape[0] * num_heads, -(-head_dim // join.columns))](
+            join_kernel[(q.shape[0] * num_heads, -(-head_dim // join.columns))](
                 parts, part_lse, out, lse, reqids, seq_lens, *out.stride()[:2], v_factor,
-                k_cache.shape[0], k_cache.shape[1], plan.num_splits,
-                Q_LEN=q_len, HEAD_DIM=head_dim, NUM_HEADS=num_heads, BLOCK_D=join.columns, BLOCK_S=join.splits,
-                BLOCK_N=plan.block_tokens, WINDOW=window or 0, HAS_LSE=lse is not None, num_warps=4,
+                k_cache.shape[0], k_cache.shape[1], plan.num_splits, lanes,
+                BLOCK_D=join.columns, BLOCK_S=join.splits, **sizes, **options, num_warps=4,
             )  # fmt: skip
     return result
 
@@ -150,6 +152,7 @@ def decode_workspace_numel(
     q_len: int = 1,
     window: int | None = None,
     max_seq_len: int | None = None,
+    uneven: bool = False,
     num_splits: int | None = None,
     tile: DecodeTile | None = None,
 ) -> int:
@@ -160,50 +163,28 @@ def decode_workspace_numel(
     TypeError, ValueError
         As there.
     """
-    splits = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, num_splits, window, tile).num_splits
-    return workspace_numel(q, splits) if splits > 1 else 0
+    splits = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, uneven, num_splits, window, tile).num_splits
+    return workspace_numel(q, q_len, splits) if splits > 1 else 0
 
 
 # --- on the device ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _part_range(length, split, num_splits, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the tokens of one part; the parts that are not empty come first."""
-    lowest = length * 0
-    if WINDOW:
-        lowest = tl.maximum(length - (Q_LEN - 1 + WINDOW), 0)
-    size = tl.cdiv(tl.cdiv(length - lowest, num_splits), BLOCK_N) * BLOCK_N
-    begin = lowest + split * size
-    return begin, tl.minimum(begin + size, length)
-
-
-@triton.jit(do_not_specialize=_RUNTIME_INTS)
-def _decode_kernel(
-    q, k_address, v_address, out, lse, parts, part_lse, reqids, seq_lens,
-    q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
-    scale, v_scale, max_batch_size, max_seq_len, num_splits, num_blocks,
+def _attend_part(
+    q, k_base, v_base, out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
+    block, lane, length, first_tile, end_tile, part,
     GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ROW_TILES: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
-    ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows."""
-    lane = tl.program_id(0) // num_blocks
-    block = tl.program_id(0) % num_blocks
-    split = tl.program_id(1)
-    slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
-    begin, end = _part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
-    if SPLIT and begin >= end:
-        return
-
+    """Attend to some tiles of one lane; the result goes to a place among the parts, or out if `part` is negative."""
     # A row is (KV head of this program, new token, query head of its group).
     rows = (block % ROW_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_W)
     local_head = rows // (Q_LEN * GROUP)
     token = rows // GROUP % Q_LEN
-    kv_head = block // ROW_TILES * HEADS
-    head = (kv_head + local_head) * GROUP + rows % GROUP
+    head = (block // ROW_TILES * HEADS + local_head) * GROUP + rows % GROUP
     mine = (local_head < HEADS)[:, None] & (columns // HEAD_DIM == local_head[:, None])
     packed = (lane * Q_LEN + token).to(tl.int64)
     inner = columns % HEAD_DIM
@@ -211,63 +192,73 @@ def _decode_kernel(
         q + packed[:, None] * q_row + head.to(tl.int64)[:, None] * q_head + inner[None, :], mask=mine, other=0.0
     )
 
-    first_head = tl.cast(kv_head, tl.int64)
-    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT)
-    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT)
+    lowest = length * 0
+    if WINDOW:
+        lowest = tl.maximum(length - (Q_LEN - 1 + WINDOW), 0)
     acc, peak, total = start_rows(BLOCK_M, BLOCK_W)
     acc, peak, total = attend(
-        acc, peak, total, queries, length - Q_LEN + token,
-        k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head, k_token, v_token,
-        begin, end, scale, BLOCK_N, BLOCK_W, HEADS * HEAD_DIM, True, Q_LEN > 1, WINDOW if Q_LEN > 1 else 0, SOFT_CAP,
+        acc, peak, total, queries, length - Q_LEN + token, k_base, v_base, k_token, v_token,
+        lowest + first_tile * BLOCK_N, tl.minimum(lowest + end_tile * BLOCK_N, length), scale,
+        BLOCK_N, BLOCK_W, HEADS * HEAD_DIM, True, Q_LEN > 1, WINDOW if Q_LEN > 1 else 0, SOFT_CAP,
     )  # fmt: skip
     acc, log2_sum = finish_rows(acc, peak, total)
 
-    place = packed * NUM_HEADS + head
     real = local_head < HEADS
     if SPLIT:
-        part = place * num_splits + split
-        tl.store(parts + part[:, None] * HEAD_DIM + inner[None, :], acc, mask=mine)
-        tl.store(part_lse + part, log2_sum, mask=real)
-    else:
-        where = out + packed[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + inner[None, :]
-        tl.store(where, (acc * v_scale).to(out.dtype.element_ty), mask=mine)
-        if HAS_LSE:
-            tl.store(lse + place, log2_sum * LN2, mask=real)
+        place = part * (Q_LEN * NUM_HEADS) + token * NUM_HEADS + head
+        whole = tl.full([BLOCK_M], part, tl.int32) < 0
+        tl.store(parts + place[:, None] * HEAD_DIM + inner[None, :], acc, mask=mine & (~whole)[:, None])
+        tl.store(part_lse + place, log2_sum, mask=real & ~whole)
+        mine = mine & whole[:, None]
+        real = real & whole
+    where = out + packed[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + inner[None, :]
+    tl.store(where, (acc * v_scale).to(out.dtype.element_ty), mask=mine)
+    if HAS_LSE:
+        tl.store(lse + packed * NUM_HEADS + head, log2_sum * LN2, mask=real)
 
 
-@triton.jit(do_not_specialize=_RUNTIME_INTS)
-def _join_kernel(
-    parts, part_lse, out, lse, reqids, seq_lens, out_row, out_head, v_scale, max_batch_size, max_seq_len, num_splits,
-    Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_LSE: tl.constexpr,
+@triton.jit(do_not_specialize=RUNTIME_INTS)
+def _decode_kernel(
+    q, k_address, v_address, out, lse, parts, part_lse, reqids, seq_lens,
+    q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
+    scale, v_scale, max_batch_size, max_seq_len, num_splits, num_blocks, num_lanes,
+    GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr,
+    ROW_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program joins some columns of the parts of one query row of one head."""
-    place = tl.program_id(0).to(tl.int64)
-    row = place // NUM_HEADS
-    head = place % NUM_HEADS
-    _, length = find_slot(reqids, seq_lens, row // Q_LEN, max_batch_size, max_seq_len)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    index = tl.arange(0, BLOCK_S)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    peak = tl.full([], NOTHING, tl.float32)
-    total = tl.zeros([], tl.float32)
-    for first in tl.range(0, num_splits, BLOCK_S):
-        split = first + index
-        begin, end = _part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
-        written = (split < num_splits) & (begin < end)
-        at = place * num_splits + split
-        sums = tl.load(part_lse + at, mask=written, other=NOTHING)
-        higher = tl.maximum(peak, tl.max(sums, 0))
-        shift = tl.where(higher == NOTHING, 0.0, higher)
-        weights = tl.exp2(sums - shift)
-        kept = tl.exp2(peak - shift)
-        inside = written[:, None] & (columns < HEAD_DIM)[None, :]
-        part = tl.load(parts + at[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
-        acc = acc * kept + tl.sum(part * weights[:, None], 0)
-        total = total * kept + tl.sum(weights, 0)
-        peak = higher
-    divisor = tl.where(total == 0.0, 1.0, total)
-    where = out + row * out_row + head * out_head + columns
-    tl.store(where, (acc / divisor * v_scale).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-    if HAS_LSE and tl.program_id(1) == 0:
-        tl.store(lse + place, (peak + tl.log2(divisor)) * LN2)
+    """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows."""
+    block = tl.program_id(0) % num_blocks
+    share = tl.program_id(0) // num_blocks
+    first_head = tl.cast(block // ROW_TILES * HEADS, tl.int64)
+    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + first_head * k_head
+    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + first_head * v_head
+    first_lane, last_lane = share, share
+    if SPLIT:
+        tiles, ends = lane_tiles(
+            reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
+        )  # fmt: skip
+        total = tl.sum(tiles, 0)
+        size = tl.cdiv(total, num_splits)
+        begin = share * size
+        end = tl.minimum(begin + size, total)
+        # Lanes that end where a share begins are not its own, nor are those without a tile.
+        first_lane = tl.sum((ends <= begin).to(tl.int32), 0)
+        last_lane = tl.sum((ends < end).to(tl.int32), 0)
+    for lane in tl.range(first_lane, last_lane + 1, num_stages=1):
+        slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
+        first_tile, end_tile, part = 0, tl.cdiv(length, BLOCK_N), -1
+        if SPLIT:
+            lane_begin, lane_end = lane_span(lane, tiles, ends, BLOCK_L)
+            first_tile = tl.maximum(begin - lane_begin, 0)
+            end_tile = tl.minimum(end, lane_end) - lane_begin
+            # Of the lanes of a share only the first can have begun before, and only the last can go on.
+            part = 2 * share + (begin <= lane_begin).to(tl.int32)
+            part = tl.where((begin <= lane_begin) & (lane_end <= end), -1, part)
+        _attend_part(
+            q, k_base + slot * k_slot, v_base + slot * v_slot, out, lse, parts, part_lse,
+            q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
+            block, lane, length, first_tile, end_tile, part,
+            GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, ROW_TILES,
+            WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
+        )  # fmt: skip

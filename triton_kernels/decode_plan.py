@@ -46,6 +46,7 @@ def plan_decode(
     v_cache: Tensor,
     q_len: int,
     max_seq_len: int | None,
+    uneven: bool,
     num_splits: int | None,
     window: int | None,
     tile: DecodeTile | None,
@@ -76,8 +77,9 @@ def plan_decode(
     block_tokens = 1 << (fitting.bit_length() - 1)
     if num_splits is None:
         reach = min(max_seq_len or max_len, max_len, window + q_len - 1 if window else max_len)
-        programs = q.shape[0] // q_len * (num_kv_heads // heads) * row_tiles
-        num_splits = choose_splits(programs, reach, block_tokens, multiprocessors * tile.programs_per_sm)
+        places = multiprocessors * tile.programs_per_sm
+        blocks = num_kv_heads // heads * row_tiles
+        num_splits = choose_splits(q.shape[0] // q_len, blocks, -(-reach // block_tokens), places, uneven=uneven)
     return DecodePlan(heads, rows, row_tiles, block_tokens, width, num_splits, tile)
 
 
@@ -97,12 +99,12 @@ def _heads(wanted: int, rows_per_head: int, k_cache: Tensor, v_cache: Tensor) ->
     return heads
 
 
-def workspace_numel(q: Tensor, num_splits: int) -> int:
-    """Return the float32 elements of the parts' outputs and logarithms."""
-    return q.shape[0] * q.shape[1] * num_splits * (q.shape[2] + 1)
+def workspace_numel(q: Tensor, q_len: int, num_splits: int) -> int:
+    """Return the float32 elements of the parts' outputs and logarithms: a part has two requests that it shares."""
+    return 2 * num_splits * q_len * q.shape[1] * (q.shape[2] + 1)
 
 
-def cut_workspace(workspace: Tensor | None, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+def cut_workspace(workspace: Tensor | None, q: Tensor, q_len: int, num_splits: int) -> tuple[Tensor, Tensor]:
     """Cut the workspace, allocated if there is none, into outputs and logarithms of the parts.
 
     Raises
@@ -110,7 +112,7 @@ def cut_workspace(workspace: Tensor | None, q: Tensor, num_splits: int) -> tuple
     TypeError, ValueError
         It does not fit.
     """
-    needed = workspace_numel(q, num_splits)
+    needed = workspace_numel(q, q_len, num_splits)
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
     if workspace.dtype != torch.float32:

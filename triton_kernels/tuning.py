@@ -6,14 +6,12 @@ Nothing is tuned at run time: the first call of a shape costs a compilation, nev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 __all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_splits", "decode_tile", "prefill_tile"]
 
-MAX_SPLITS = 256
-_STARTUP_TOKENS = 64
-"""What starting a program costs, in tokens it could have read meanwhile."""
-_REDUCTION_TOKENS = 192
+_STARTUP_TILES = 1
+"""What starting on a request costs, in tiles that could have been read meanwhile."""
+_REDUCTION_TILES = 3
 """The same for the second kernel."""
 
 
@@ -89,33 +87,28 @@ def append_tile(num_tokens: int, num_heads: int, multiprocessors: int) -> Append
     return AppendTile()
 
 
-@lru_cache(maxsize=4096)
-def choose_splits(programs: int, max_tokens: int, block_tokens: int, places: int) -> int:
-    """Return into how many parts to split each request's tokens.
+def choose_splits(lanes: int, blocks: int, tiles: int, places: int, *, uneven: bool = False) -> int:
+    """Return into how many parts to split the tokens of all requests; 1 leaves each request whole.
 
-    Takes the least of a simple cost: rounds of programs over the GPU, times the tokens each program reads and what
-    starting it is worth; and, if there is more than one part, the reduction.
+    Takes the cheaper of two: rounds of whole requests over the GPU, or one round of equal parts and the reduction.
 
     Parameters
     ----------
-    programs : int
-        Programs without a split.
-    max_tokens : int
-        Upper bound of the tokens of any request.
-    block_tokens : int
-        Tokens a tile; a part is a multiple of it.
+    lanes, blocks : int
+        Requests, and programs that each takes without a split.
+    tiles : int
+        Upper bound of the tiles of any request.
     places : int
         Programs the GPU runs at once.
+    uneven : bool
+        Whether requests may differ much in tiles, so that rounds of whole ones last as long as the longest.
     """
-    best, least = 1, float("inf")
-    blocks = max(1, -(-max_tokens // block_tokens))
-    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
-        rounds = -(-programs * splits // places)
-        tokens = -(-blocks // splits) * block_tokens
-        cost = rounds * (tokens + _STARTUP_TOKENS) + (_REDUCTION_TOKENS if splits > 1 else 0)
-        if cost < least:
-            best, least = splits, cost
-    return best
+    splits = min(places // max(1, blocks), lanes * tiles)
+    if splits < 2:
+        return 1
+    whole = -(-lanes * blocks // places) * (tiles + _STARTUP_TILES)
+    parts = -(-lanes * tiles // splits) + _STARTUP_TILES * (1 + lanes / splits) + _REDUCTION_TILES
+    return splits if parts < whole or (uneven and lanes > 1) else 1
 
 
 def _nearest(known: tuple[tuple[int, int], ...], capability: tuple[int, int]) -> tuple[int, int]:

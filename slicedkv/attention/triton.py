@@ -6,7 +6,7 @@ know of a batch goes to the device in one small copy a step.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ __all__ = ["TritonBackend"]
 
 _MAX_DECODE_ROWS = 64
 """Query rows of one KV head that decode takes in one tile; lanes with more are prefill's."""
+_EVEN = 1.25
+"""The longest request over the mean up to which requests count as equally long."""
 
 
 class TritonBackend(AttentionBackend):
@@ -65,7 +67,7 @@ class TritonBackend(AttentionBackend):
         self._graph_index: Tensor | None = None
         self._workspaces: dict[int, Tensor] = {}
         self._decode_lanes = self._decode_q_len = self._max_q_len = self._longest = 0
-        self._graph = False
+        self._graph = self._uneven = False
         self._cu_q_lens: Tensor | None = None
         self._reqids = self._seq_lens = self._prefill_cu = torch.empty(0, dtype=torch.int32)
 
@@ -100,7 +102,10 @@ class TritonBackend(AttentionBackend):
         decoding = slice(0, self._decode_lanes)
         self._max_q_len = max(batch.q_lens[self._decode_lanes :], default=0)
         # A captured launch must suit every length to come; others get a bound that seldom changes.
-        self._longest = self.max_seq_len if graph else _rounded(max((1, *batch.seq_lens[decoding])))
+        lens = batch.seq_lens[decoding]
+        longest = max((1, *lens))
+        self._longest = self.max_seq_len if graph else _rounded(longest)
+        self._uneven = graph or longest * len(lens) > _EVEN * sum(lens)
         self._graph = graph
 
     def _upload(self, batch: Batch, *, graph: bool) -> None:
@@ -135,7 +140,9 @@ class TritonBackend(AttentionBackend):
 
     def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
         k, v = self.cache.k(layer), self.cache.v(layer)
-        shape = {"q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest}
+        shape = {
+            "q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest, "uneven": self._uneven
+        }  # fmt: skip
         decode_attention(
             q, k, v, self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes],
             workspace=self._workspace(q, k, v, shape), out=out, **self._options, **shape,
@@ -152,7 +159,7 @@ class TritonBackend(AttentionBackend):
     def _options(self) -> dict[str, float | None]:
         return {"scale": self.scale, "soft_cap": self.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
-    def _workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, int | None]) -> Tensor | None:
+    def _workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, Any]) -> Tensor | None:
         """Room for the parts of a split, kept: one for all steps, and one for each captured number of lanes."""
         needed = decode_workspace_numel(q, k, v, **shape)
         if not needed:

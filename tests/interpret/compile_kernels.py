@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slicedkv.triton_kernels import append, decode, prefill
+from slicedkv.triton_kernels import append, decode, decode_parts, prefill
 from slicedkv.triton_kernels.common import ELEMENTS, padded
 from slicedkv.triton_kernels.tuning import decode_tile, prefill_tile
 
@@ -89,7 +89,7 @@ def decode_case(arch: int, rows: str, cache: str, head_dim: int, group: int = 4,
     width = padded(heads * head_dim)
     tokens = min(256, max(16, tile.tile_bytes // (width * itemsize)))
     shape = {"GROUP": group, "Q_LEN": 1, "HEADS": heads, "HEAD_DIM": head_dim, "NUM_HEADS": 32}
-    blocks = {"BLOCK_M": 16, "BLOCK_N": tokens, "BLOCK_W": width, "ROW_TILES": 1, "SPLIT": True}
+    blocks = {"BLOCK_M": 16, "BLOCK_N": tokens, "BLOCK_W": width, "ROW_TILES": 1, "SPLIT": True, "BLOCK_L": 64}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Case(decode._decode_kernel, rows, cache, shape | blocks | constants, options)
 
@@ -103,8 +103,9 @@ def join_case(rows: str, head_dim: int) -> Case:
         "BLOCK_D": padded(head_dim),
         "BLOCK_N": 64,
         "BLOCK_S": 64,
+        "BLOCK_L": 64,
     }
-    return Case(decode._join_kernel, rows, rows, shape)
+    return Case(decode_parts.join_kernel, rows, rows, shape)
 
 
 def prefill_case(arch: int, rows: str, cache: str, head_dim: int, group: int = 4, **constants: Any) -> Case:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-KERNELS = {"_append_kernel", "_decode_kernel", "_join_kernel", "_prefill_kernel"}
+KERNELS = {"_append_kernel", "_decode_kernel", "_prefill_kernel", "join_kernel"}
 
 
 @pytest.fixture(scope="module")

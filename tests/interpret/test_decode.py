@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_reference import attend_all, error, fill, index, planes
 
-from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
+from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_plan, decode_workspace_numel
+from slicedkv.triton_kernels.common import Traits
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 TOLERANCE = {FLOAT32: 2e-6, FLOAT16: 2e-3}
@@ -35,6 +36,7 @@ def check(
     q_len: int = 1,
     num_splits: int | None = None,
     max_seq_len: int = 40,
+    uneven: bool = False,
     **options: Any,
 ) -> torch.Tensor:
     """Run one batch on the last of two layers and compare output and LSE."""
@@ -45,7 +47,7 @@ def check(
     tile = tile_of(tokens, head_dim, cache_dtype, heads_a_program)
     out, lse = decode_attention(
         q, k[1], v[1], index(reqids), index(seq_lens), q_len=q_len, num_splits=num_splits, tile=tile, return_lse=True,
-        out=torch.full_like(q, float("nan")), **options,
+        out=torch.full_like(q, float("nan")), uneven=uneven, **options,
     )  # fmt: skip
     expected, expected_lse = attend_all(q, k[1], v[1], reqids, [q_len] * len(reqids), seq_lens, **options)
     assert out.dtype == dtype
@@ -119,6 +121,25 @@ def test_float8_caches(cache_dtype: torch.dtype) -> None:
     check([1, 0], [33, 5], cache_dtype=cache_dtype, dtype=FLOAT16)
 
 
+@pytest.mark.parametrize("num_splits", [2, 5, 12, 100])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_parts_end_within_requests_and_between_them(num_splits: int, q_len: int) -> None:
+    """Parts of one tile, parts of several requests, requests of no tile at either end and between."""
+    lens = [0, 40, 3, 0, 0, 17, 16, 40, 1, 33, 0]
+    check([6, 3, 0, 7, -1, 5, 1, 8, 2, 4, 9], lens, num_splits=num_splits, q_len=q_len, heads=(2, 1), head_dim=16)
+    check([0, 1], [0, 0], num_splits=num_splits, q_len=q_len, heads=(2, 1), head_dim=16)
+
+
+def test_uneven_requests_are_split_though_they_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_plan, "traits", lambda device: Traits((0, 0), 3))
+    k, v = planes(6, 160, 1, 1, 16, FLOAT32)
+    q = torch.randn(6, 2, 16)
+    tile = tile_of(16, 16, FLOAT32)
+    assert decode_workspace_numel(q, k[0], v[0], tile=tile) == 0
+    assert decode_workspace_numel(q, k[0], v[0], tile=tile, uneven=True) == 2 * 6 * 2 * 17
+    check([5, 4, 3, 2, 1, 0], [160, 1, 0, 5, 90, 2], max_seq_len=160, heads=(2, 1), head_dim=16, uneven=True)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_padded_lanes_read_and_write_nothing(num_splits: int) -> None:
     k, v = planes(3, 20, 1, 2, 16, FLOAT32)
@@ -160,10 +181,10 @@ def test_a_workspace_is_used_and_measured() -> None:
     fill(k[0], v[0], [0], [64])
     q, lens = torch.randn(1, 2, 16), index([64])
     numel = decode_workspace_numel(q, k[0], v[0], num_splits=3)
-    assert numel == 2 * 3 * 17
+    assert numel == 2 * 3 * 2 * 17
     assert decode_workspace_numel(q, k[0], v[0], num_splits=1) == 0
     workspace = torch.full((numel,), float("nan"))
     decode_attention(q, k[0], v[0], index([0]), lens, num_splits=3, workspace=workspace, tile=tile_of(16, 16, FLOAT32))
     assert workspace.isfinite().sum() == 2 * 2 * 17, "four tiles in three parts fill two"
-    with pytest.raises(ValueError, match="101 elements; 3 splits need 102"):
+    with pytest.raises(ValueError, match="203 elements; 3 splits need 204"):
         decode_attention(q, k[0], v[0], index([0]), lens, num_splits=3, workspace=workspace[:-1])

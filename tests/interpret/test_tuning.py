@@ -17,24 +17,32 @@ def test_every_architecture_has_choices(capability: tuple[int, int]) -> None:
             assert tile.rows % 16 == tile.tokens % 16 == 0
 
 
-@pytest.mark.parametrize(("programs", "tokens"), [(8, 64), (1024, 1024), (5000, 4096)])
-def test_what_is_small_or_fills_the_gpu_is_not_split(programs: int, tokens: int) -> None:
-    assert choose_splits(programs, tokens, 64, 264) == 1
+@pytest.mark.parametrize(("lanes", "tiles"), [(1, 1), (16, 256), (128, 16), (600, 64)])
+def test_what_is_small_or_fills_the_gpu_is_not_split(lanes: int, tiles: int) -> None:
+    assert choose_splits(lanes, 8, tiles, 132) == 1
 
 
-@pytest.mark.parametrize(("programs", "tokens"), [(1, 16384), (8, 131072), (16, 131072), (32, 65536)])
-def test_parts_fill_the_gpu_in_whole_rounds(programs: int, tokens: int) -> None:
-    splits = choose_splits(programs, tokens, 64, 132)
-    rounds = -(-programs * splits // 132)
-    assert splits > 1
-    assert programs * splits > 0.9 * rounds * 132
-    assert -(-tokens // splits) > 64, "less than a tile each"
+@pytest.mark.parametrize(
+    ("lanes", "blocks", "tiles"), [(1, 1, 256), (1, 8, 2048), (4, 4, 2048), (16, 1, 2048), (5, 8, 99)]
+)
+def test_parts_fill_the_gpu_in_one_round(lanes: int, blocks: int, tiles: int) -> None:
+    splits = choose_splits(lanes, blocks, tiles, 132)
+    assert 0.95 * 132 < splits * blocks <= 132
 
 
-def test_splits_are_never_more_than_tiles() -> None:
-    for programs in (1, 7, 100, 5000):
-        for tokens in (1, 63, 64, 65, 1000, 10**6):
-            assert 1 <= choose_splits(programs, tokens, 64, 264) <= min(256, -(-tokens // 64))
+def test_requests_that_may_differ_are_split_even_if_they_fill_the_gpu() -> None:
+    assert choose_splits(16, 8, 256, 132, uneven=True) == 16
+    assert choose_splits(1, 8, 1, 132, uneven=True) == 1
+
+
+def test_parts_are_never_more_than_tiles_nor_than_places() -> None:
+    for lanes in (1, 7, 100, 5000):
+        for blocks in (1, 4, 40, 200):
+            for tiles in (1, 2, 63, 1000, 10**5):
+                for uneven in (False, True):
+                    splits = choose_splits(lanes, blocks, tiles, 264, uneven=uneven)
+                    assert 1 <= splits <= lanes * tiles
+                    assert splits == 1 or splits * blocks <= 264
 
 
 def test_few_tokens_get_small_tiles() -> None:
