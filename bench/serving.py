@@ -23,11 +23,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, percentiles, progress, show, write_result
-from paged import PagedBackend, PagedCache, paged_layout
 from traces import FITS, Request, generate, read_trace
 
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 from slicedkv.integrations.transformers import attention_scale, cache_for_model
+from slicedkv.layout import align_up
 
 NEEDS_GPU = True
 Row = dict[str, Any]
@@ -79,6 +79,12 @@ def lengths(workload: Workload, paths: Sequence[Path]) -> list[Request]:
     return [Request(*(max(1, round(length * workload.scale)) for length in request)) for request in chosen]
 
 
+def token_bytes(served: transformers.PreTrainedModel) -> int:
+    """Bytes of K and V of one token over all layers."""
+    config = served.config
+    return int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize)
+
+
 def open_engine(
     served: transformers.PreTrainedModel, manager: str, workload: Workload, max_seq_len: int, **options: Any
 ) -> Engine:
@@ -86,6 +92,8 @@ def open_engine(
     common = {"max_tokens_per_step": 8192, **options}
     config, slots = served.config, workload.slots
     if manager == "paged":
+        from paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer, which the others can do without
+
         shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
         layout = paged_layout(*shape, slots, max_seq_len)
         cache: Any = PagedCache(layout, served.dtype, served.device, workload.memory_bytes)
@@ -94,10 +102,7 @@ def open_engine(
         return Engine(served, cache=cache, backend=backend, **common)
     kind = "sliced" if manager == "static" else manager
     if manager == "static":
-        token_bytes = (
-            config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize
-        )
-        slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes)))
+        slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes(served))))
     cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind)
     return Engine(served, cache=cache, **common)
 
@@ -124,15 +129,12 @@ def measure(
     served: transformers.PreTrainedModel, name: str, manager: str, workload: Workload, requests: Sequence[Request]
 ) -> Row:
     """Serve a workload once, all requests there from the start."""
-    max_seq_len = -(-max(request.tokens for request in requests) // 64) * 64
-    clock, source = Clock(), torch.Generator().manual_seed(1)
-    with open_engine(served, manager, workload, max_seq_len, on_step=clock.steps.append) as engine:
+    clock = Clock()
+    with open_engine(served, manager, workload, longest(requests), on_step=clock.steps.append) as engine:
         warm_up(engine, workload)
         clock.steps.clear()
         preempted = engine.scheduler.num_preemptions
-        for prompt, tokens in requests:
-            ids = torch.randint(3, served.config.vocab_size, (prompt,), generator=source).tolist()
-            engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        submit(engine, prompts(served, requests), requests)
         seconds = clock.run(engine)
         stats = engine.cache.stats()
         preempted = engine.scheduler.num_preemptions - preempted
@@ -148,6 +150,23 @@ def measure(
         "preemptions": preempted, "stalls": stats.stalls, "stall_ms": stats.stall_us / 1e3,
         "series": {"batch": running[:: max(1, len(running) // 200)]},
     }  # fmt: skip
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """The `max_seq_len` that these requests need."""
+    return align_up(max(request.tokens for request in requests), 64)
+
+
+def prompts(served: transformers.PreTrainedModel, requests: Sequence[Request]) -> list[list[int]]:
+    """Random prompts of the requests' lengths, the same ones each time."""
+    source, vocabulary = torch.Generator().manual_seed(1), served.config.vocab_size
+    return [torch.randint(3, vocabulary, (request.prompt_tokens,), generator=source).tolist() for request in requests]
+
+
+def submit(engine: Engine, ids: Sequence[list[int]], requests: Sequence[Request]) -> None:
+    """Queue every prompt, to be followed by as many tokens as its request decodes."""
+    for prompt, request in zip(ids, requests, strict=True):
+        engine.submit(prompt, SamplingParams(max_tokens=request.decode_tokens, ignore_eos=True))
 
 
 def warm_up(engine: Engine, workload: Workload) -> None:
