@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers")
+_PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers", "kvcached")
 
 
 def versions() -> dict[str, str]:

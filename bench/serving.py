@@ -24,11 +24,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import parser, percentiles, progress, show, write_result
-from paged import PagedBackend, PagedCache, paged_layout
 from traces import FITS, Request, generate, read_trace
 
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 from slicedkv.integrations.transformers import attention_scale, cache_for_model
+from slicedkv.layout import align_up
 
 NEEDS_GPU = True
 Row = dict[str, Any]
@@ -36,6 +36,7 @@ MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "static")
 SYNC = "_sync"
 MAPPERS = tuple(layout + mapper for layout in ("sliced", "per_layer") for mapper in (SYNC, ""))
 CHUNK = 8192
+WARM_PROMPT = 100
 POINTS = 250
 
 
@@ -51,9 +52,9 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "long": Workload("arxiv_long_offline", 5, 1.0, 8, 32 * 10**9),
-    "chat": Workload("azure_2023_conv", 240, 1.0, 96, 6 * 10**9),
-    "steps": Workload("sync_vs_async_trace", 32, 1.0, 32, 24 * 10**9, MAPPERS),
+    "long": Workload("arxiv_long_offline", 3, 1.0, 8, 32 * 10**9),
+    "chat": Workload("azure_2023_conv", 160, 1.0, 96, 6 * 10**9),
+    "steps": Workload("sync_vs_async_trace", 32, 0.5, 32, 24 * 10**9, MAPPERS),
 }
 QUICK = {
     "long": Workload("arxiv_long_offline", 4, 0.1, 8, 4 * 10**9),
@@ -87,6 +88,12 @@ def lengths(workload: Workload, paths: Sequence[Path]) -> list[Request]:
     return [Request(*(max(1, round(length * workload.scale)) for length in request)) for request in chosen]
 
 
+def token_bytes(served: transformers.PreTrainedModel) -> int:
+    """Bytes of K and V of one token over all layers."""
+    config = served.config
+    return int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize)
+
+
 def open_engine(
     served: transformers.PreTrainedModel, manager: str, workload: Workload, max_seq_len: int, **options: Any
 ) -> Engine:
@@ -94,6 +101,8 @@ def open_engine(
     common = {"max_tokens_per_step": CHUNK, **options}
     config, slots = served.config, workload.slots
     if manager == "paged":
+        from paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer, which the others can do without
+
         shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
         layout = paged_layout(*shape, slots, max_seq_len)
         cache: Any = PagedCache(layout, served.dtype, served.device, workload.memory_bytes)
@@ -103,10 +112,7 @@ def open_engine(
     mapper = "sync" if manager.endswith(SYNC) else "background"
     kind = "sliced" if manager == "static" else manager.removesuffix(SYNC)
     if manager == "static":
-        token_bytes = (
-            config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize
-        )
-        slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes)))
+        slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes(served))))
     cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind, mapper=mapper)
     return Engine(served, cache=cache, **common)
 
@@ -138,7 +144,9 @@ class Clock:
         firsts = [times[0] for times in self.times.values()]
         gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
         running = [len(step.seq_lens) for step in self.steps]
-        steps = [step.seconds * 1e3 for step in self.steps if step.num_tokens == len(step.seq_lens)]
+        decoding = [step for step in self.steps if step.num_tokens == len(step.seq_lens)]
+        steps = [step.seconds * 1e3 for step in decoding]
+        host = [(step.seconds - step.wait_seconds) * 1e3 for step in decoding]
         (first_p50, first_p99), (gap_p50, gap_p99) = percentiles(firsts, 0.5, 0.99), percentiles(gaps, 0.5, 0.99)
         (step_p50, step_p999) = percentiles(steps, 0.5, 0.999)
         return {
@@ -146,6 +154,7 @@ class Clock:
             "ttft_s_p50": first_p50, "ttft_s_p99": first_p99,
             "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
             "decode_step_ms_p50": step_p50, "decode_step_ms_p999": step_p999, "decode_step_ms_max": max(steps),
+            "decode_step_host_ms_p50": statistics.median(host),
             "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(self.steps),
             "series": {"batch": thinned(running), "decode_step_ms": thinned(steps)},
         }  # fmt: skip
@@ -161,15 +170,12 @@ def measure(
     served: transformers.PreTrainedModel, name: str, manager: str, workload: Workload, requests: Sequence[Request]
 ) -> tuple[Row, list[int]]:
     """Serve a workload once, all requests there from the start; return the figures and every request's first token."""
-    max_seq_len = -(-max(request.tokens for request in requests) // 64) * 64
-    clock, source = Clock(), torch.Generator().manual_seed(1)
-    with open_engine(served, manager, workload, max_seq_len, on_step=clock.steps.append) as engine:
-        warm_up(engine, max_seq_len)
+    clock = Clock()
+    with open_engine(served, manager, workload, longest(requests), on_step=clock.steps.append) as engine:
+        warm_up(engine)
         clock.steps.clear()
         before, preempted = engine.cache.stats(), engine.scheduler.num_preemptions
-        for prompt, tokens in requests:
-            ids = torch.randint(3, served.config.vocab_size, (prompt,), generator=source).tolist()
-            engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        submit(engine, prompts(served, requests), requests)
         clock.run(engine)
         stats = engine.cache.stats()
         preempted = engine.scheduler.num_preemptions - preempted
@@ -181,13 +187,32 @@ def measure(
     return row, clock.first_tokens
 
 
-def warm_up(engine: Engine, max_seq_len: int) -> None:
+def longest(requests: Sequence[Request]) -> int:
+    """The `max_seq_len` that these requests need."""
+    return align_up(max(request.tokens for request in requests), 64)
+
+
+def prompts(served: transformers.PreTrainedModel, requests: Sequence[Request]) -> list[list[int]]:
+    """Random prompts of the requests' lengths, the same ones each time."""
+    source, vocabulary = torch.Generator().manual_seed(1), served.config.vocab_size
+    return [torch.randint(3, vocabulary, (request.prompt_tokens,), generator=source).tolist() for request in requests]
+
+
+def submit(engine: Engine, ids: Sequence[list[int]], requests: Sequence[Request]) -> None:
+    """Queue every prompt, to be followed by as many tokens as its request decodes."""
+    for prompt, request in zip(ids, requests, strict=True):
+        engine.submit(prompt, SamplingParams(max_tokens=request.decode_tokens, ignore_eos=True))
+
+
+def warm_up(engine: Engine) -> None:
     """Compile kernels and capture the graphs of every batch size: a long prompt, then one for each slot, which end in
     turn.
     """
+    slots, max_seq_len = engine.cache.layout.max_batch_size, engine.cache.layout.max_seq_len
     engine.generate([[5] * min(2 * CHUNK, max_seq_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
-    for index in range(engine.cache.layout.max_batch_size):
-        engine.submit([5, 6, 7], SamplingParams(max_tokens=2 + index, ignore_eos=True))
+    for index in range(slots):
+        prompt = [5] * max(1, min(WARM_PROMPT, max_seq_len - slots - 2))
+        engine.submit(prompt, SamplingParams(max_tokens=2 + index, ignore_eos=True))
     engine.run()
 
 
