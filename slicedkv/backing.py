@@ -1,40 +1,26 @@
-"""`Backing`: which handles lie behind each slot, and the two operations that change it, grow and unmap.
+"""`Backing`: which handles lie behind each slot, and the operations that change it: grow and unmap.
 
 All planes of a slot are mapped alike: the same number of pages, made of the same segments (pages and extents), so a
-slot's mapping is one prefix ``[0, n)`` in every plane. Both operations are one driver batch over all slots and planes,
-are all or nothing, and are made by whoever holds the gate's work token (*token*). Knows no lengths, states or policy.
+slot's mapping is one prefix ``[0, n)`` in every plane. Slots may share handles: whole ones, at the same pages of each.
+Both operations are one driver batch over all slots and planes, are all or nothing, and are made by whoever holds the
+gate's work token (*token*). Knows no lengths, states or policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from .errors import DriverError, OutOfPagesError, StateError
 from .layout import KVLayout
-from .page_pool import Handles, PagePool
+from .page_pool import PagePool
+from .placement import Alias, Cut, Growth, Piece, Swap, divide, lay_out
 from .reservation import Reservation
-from .segments import Segments, runs_over
-from .vmm.base import Run
+from .segments import Segments
+from .shared_pages import SharedPages
+from .vmm.base import MappedRange, Run
 
-__all__ = ["Backing", "Cut", "Growth"]
-
-
-class Growth(NamedTuple):
-    """`pages` more pages per plane for a slot."""
-
-    slot: int
-    pages: int
-
-
-class Cut(NamedTuple):
-    """Pages ``[first_page, end_page)`` of a slot, struck off the books and about to be unmapped."""
-
-    slot: int
-    first_page: int
-    end_page: int
-    segments: Segments
+__all__ = ["Alias", "Backing", "Cut", "Growth", "Swap"]
 
 
 class Backing:
@@ -44,6 +30,11 @@ class Backing:
     ----------
     layout : KVLayout
     pool : PagePool
+
+    Attributes
+    ----------
+    shared : SharedPages
+        Which slots have the same handles mapped.
     """
 
     def __init__(self, layout: KVLayout, pool: PagePool) -> None:
@@ -60,6 +51,7 @@ class Backing:
         ]
         self._segments = [Segments() for _ in range(layout.max_batch_size)]
         self._mapped = [0] * layout.max_batch_size
+        self.shared = SharedPages(self._segments, pool.references, layout.num_planes)
         pool.attach(self)
 
     def mapped(self, slot: int) -> int:
@@ -76,33 +68,94 @@ class Backing:
         for segments in self._segments:
             yield from segments.handles
 
-    def grow(self, growths: Sequence[Growth]) -> int:
+    # --- mapping --------------------------------------------------------------------------------------------------
+
+    def first_segments(self, slot: int, pages: int) -> Segments:
+        """A copy of the segments that lie wholly in the first `pages` pages of a slot. Lock held."""
+        segments, count, end = self._segments[slot], 0, 0
+        while count < len(segments.sizes) and end + segments.sizes[count] <= pages:
+            end += segments.sizes[count]
+            count += 1
+        return segments.part(0, count)
+
+    def grow(self, growths: Sequence[Growth], aliases: Sequence[Alias] = (), swaps: Sequence[Swap] = ()) -> int:
         """*token* Map more pages behind several slots in one driver batch; return the number of extents used.
+
+        Growth comes after the alias of the same slot. For swaps the caller has made sure that no work that uses the
+        pages is left on the device; what they held must be copied from another slot that has them mapped.
 
         Raises
         ------
         OutOfPagesError, DriverError
             Nothing was mapped, and the pool holds what it held before.
+        StateError
+            Pages to be swapped are in an unknown state, see `unmap`.
         """
         free_before = self.pool.free_pages
-        plan = self._plan(growths)
-        planes = self.layout.num_planes
+        pieces = self._pieces(growths, aliases, swaps)
+        planes, extent_pages = self.layout.num_planes, self.pool.extent_pages
+        divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
         handles = self.pool.take(
-            pages=sum(pages for *_, pages in plan) * planes, extents=sum(extents for _, extents, _ in plan) * planes
+            pages=sum(division.pages for division in divisions) * planes,
+            extents=sum(division.extents for division in divisions) * planes,
         )
-        segments, runs = self._lay_out(plan, handles)
+        segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
         try:
-            self._map(runs)
+            self._exchange([swap.cut for swap in swaps], [*self._alias_runs(aliases), *runs])
         except BaseException:
             with self.pool.gate.lock:
                 self.pool.give_back(handles)
             self.pool.trim(free_before)
             raise
         with self.pool.gate.lock:
-            for (slot, _), added in zip(growths, segments, strict=True):
+            self._note_aliases(aliases)
+            for (slot, _), added in zip(growths, segments, strict=False):
                 self._segments[slot].extend(added)
-                self._mapped[slot] += sum(added.sizes)
+                self._mapped[slot] += added.pages
+            self._note_swaps(swaps, segments[len(growths) :])
         return len(handles.extents)
+
+    def _pieces(self, growths: Iterable[Growth], aliases: Iterable[Alias], swaps: Iterable[Swap]) -> list[Piece]:
+        """What needs new handles, and from which page on."""
+        ahead = {alias.slot: alias.segments.pages for alias in aliases}
+        pieces = [Piece(slot, self._mapped[slot] + ahead.get(slot, 0), pages) for slot, pages in growths]
+        return [*pieces, *(Piece(swap.cut.slot, swap.cut.first_page, swap.pages) for swap in swaps)]
+
+    def _alias_runs(self, aliases: Iterable[Alias]) -> Iterator[Run]:
+        """What maps the segments of aliases at the start of their slots."""
+        for slot, _, segments in aliases:
+            for _, runs in self._ranges(Cut(slot, 0, segments.pages, segments)):
+                yield from runs
+
+    def _note_aliases(self, aliases: Iterable[Alias]) -> None:
+        for alias in aliases:
+            self.pool.references.add(alias.segments.by_size())
+            self._segments[alias.slot].extend(alias.segments)
+            self._mapped[alias.slot] += alias.segments.pages
+            self.shared.add(alias)
+
+    def _note_swaps(self, swaps: Sequence[Swap], segments: Sequence[Segments]) -> None:
+        # From the end of a slot, so that the places of the others stay right.
+        for swap, added in reversed(list(zip(swaps, segments, strict=True))):
+            slot, old = swap.cut.slot, swap.cut.segments
+            self._segments[slot].replace(swap.first, swap.first + len(old.sizes), added)
+            self.shared.loosen(slot)
+            self._give_back(swap.cut)
+
+    def _give_back(self, cut: Cut) -> int:
+        """Return the handles of what was unmapped, and the pages that became free. Lock held."""
+        freed = self.pool.give_back(cut.segments.by_size())
+        self.shared.alias_pages -= (cut.end_page - cut.first_page) * self.layout.num_planes - freed
+        return freed
+
+    def _exchange(self, cuts: Sequence[Cut], runs: Sequence[Run]) -> None:
+        """Unmap cuts and map runs; on failure the cuts are mapped as before."""
+        self._unmap(cuts)
+        try:
+            self._map(runs)
+        except BaseException as error:
+            self._map_back(cuts, [again for cut in cuts for _, again in self._ranges(cut)], error)
+            raise
 
     def _map(self, runs: Sequence[Run]) -> None:
         """Map runs; when the driver is short of memory for it, ask its other users once to make room."""
@@ -120,37 +173,7 @@ class Backing:
             pages = sum(len(run.handles) * run.handle_bytes for run in runs) // self.pool.page_bytes
             raise OutOfPagesError(f"mapping {pages} pages: {error}", requested=pages, available=0) from error
 
-    def _plan(self, growths: Sequence[Growth]) -> list[tuple[int, int, int]]:
-        """Divide each growth into extents, as far as there are some, and pages: ``(slot, extents, pages)``."""
-        extent_pages = self.pool.extent_pages
-        left = self.pool.obtainable_extents // self.layout.num_planes
-        plan = []
-        for slot, pages in growths:
-            extents = min(pages // extent_pages, left)
-            left -= extents
-            plan.append((slot, extents, pages - extents * extent_pages))
-        return plan
-
-    def _lay_out(self, plan: Iterable[tuple[int, int, int]], handles: Handles) -> tuple[list[Segments], list[Run]]:
-        """Give each slot its handles: segments for the books, runs for the driver."""
-        planes = len(self.reservations)
-        sources = ((handles.extents, self.pool.extent_pages), (handles.pages, 1))
-        used = [0, 0]
-        segments, runs = [], []
-        for slot, *counts in plan:
-            added, page = Segments(), self._mapped[slot]
-            for kind, count in enumerate(counts):
-                source, handle_pages = sources[kind]
-                mine = source[used[kind] : used[kind] + count * planes]
-                used[kind] += len(mine)
-                for index, plane in enumerate(self.reservations if count else ()):
-                    runs.append(plane.run(slot, page, mine[index * count : (index + 1) * count], handle_pages))
-                added.sizes.extend([handle_pages] * count)
-                for nth in range(count):
-                    added.handles.extend(mine[nth::count])
-                page += count * handle_pages
-            segments.append(added)
-        return segments, runs
+    # --- unmapping ------------------------------------------------------------------------------------------------
 
     def shrinkable(self, slot: int, keep_pages: int) -> int:
         """Pages per plane that `detach` would strike off: whole segments from the end."""
@@ -176,6 +199,7 @@ class Backing:
             return None
         segments = self._segments[slot].split(first)
         self._mapped[slot] = keep
+        self.shared.cut(slot, first)
         return Cut(slot, keep, end, segments)
 
     def unmap(self, cut: Cut) -> int:
@@ -192,30 +216,42 @@ class Backing:
             the books as before; the slot must not be used again.
         """
         try:
-            self._unmap(cut)
+            self._unmap((cut,))
         except BaseException:
             with self.pool.gate.lock:
                 self._segments[cut.slot].extend(cut.segments)
                 self._mapped[cut.slot] = cut.end_page
+                self.shared.loosen(cut.slot)
             raise
         with self.pool.gate.lock:
-            return self.pool.give_back(cut.segments.by_size())
+            return self._give_back(cut)
 
-    def _unmap(self, cut: Cut) -> None:
-        """Unmap a range in every plane; on failure map the planes already done back."""
-        ranges = [plane.mapped_range(cut.slot, cut.first_page, cut.end_page) for plane in self.reservations]
+    def _unmap(self, cuts: Sequence[Cut]) -> None:
+        """Unmap ranges in every plane; on failure map those already done back."""
+        if not cuts:
+            return
+        ranges = [part for cut in cuts for part in self._ranges(cut)]
         try:
-            self.pool.driver.unmap_batch(ranges)
+            self.pool.driver.unmap_batch([mapped for mapped, _ in ranges])
         except DriverError as error:
-            done = ranges[: error.completed]
-            try:
-                self.pool.driver.map_batch(list(runs_over(done, cut.segments, self.layout.page_bytes)))
-            except DriverError as second:
-                raise StateError(
-                    f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page}) could neither be unmapped nor mapped "
-                    f"back ({second}); the slot is out of use until the cache is closed"
-                ) from error
+            self._map_back(cuts, [again for _, again in ranges[: error.completed]], error)
             raise
+
+    def _map_back(self, cuts: Sequence[Cut], runs: Sequence[Sequence[Run]], error: BaseException) -> None:
+        try:
+            self.pool.driver.map_batch([run for again in runs for run in again])
+        except DriverError as second:
+            places = ", ".join(f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page})" for cut in cuts)
+            raise StateError(
+                f"{places} could neither be unmapped nor mapped back ({second}); out of use until the cache is closed"
+            ) from error
+
+    def _ranges(self, cut: Cut) -> Iterator[tuple[MappedRange, list[Run]]]:
+        """In every plane, the range of a cut and the runs that map it."""
+        slot, first, end, segments = cut
+        for index, plane in enumerate(self.reservations):
+            mapped = plane.mapped_range(slot, first, end)
+            yield mapped, list(segments.runs(index, mapped.address, self.layout.page_bytes))
 
     def unmap_all(self, unknown: Container[int] = ()) -> None:
         """*token* Unmap everything, going on after failures; the first failure is raised at the end.
@@ -238,18 +274,17 @@ class Backing:
 
     def _unmap_unknown(self, cut: Cut) -> None:
         """Unmap whatever is mapped of a range, handle by handle, and take all its handles back."""
-        planes = [[plane.mapped_range(cut.slot, cut.first_page, cut.end_page)] for plane in self.reservations]
-        for index, whole in enumerate(planes):
-            alone = Segments()
-            alone.sizes, alone.handles = cut.segments.sizes, cut.segments.handles[index :: len(planes)]
-            for run in runs_over(whole, alone, self.layout.page_bytes):
-                with suppress(DriverError):
-                    self.pool.driver.unmap_run(run.address, run.handle_bytes)
+        for _, runs in self._ranges(cut):
+            for address, handles, handle_bytes in runs:
+                for nth in range(len(handles)):
+                    with suppress(DriverError):
+                        self.pool.driver.unmap_run(address + nth * handle_bytes, handle_bytes)
         with self.pool.gate.lock:
-            self.pool.give_back(cut.segments.by_size())
+            self._give_back(cut)
 
     def check_integrity(self) -> None:
         """Raise `StateError` if a slot's books disagree with each other. Call with the lock held."""
+        self.shared.check_integrity()
         for slot, (segments, mapped) in enumerate(zip(self._segments, self._mapped, strict=True)):
             if sum(segments.sizes) != mapped:
                 raise StateError(f"slot {slot}: segments do not add up to its {mapped} mapped pages")

@@ -14,23 +14,26 @@ import torch
 
 from .checks import check_int
 from .config import CacheConfig, MapperKind
-from .layout import KVLayout, LayoutKind
+from .copying import Copier
+from .layout import LayoutKind
 from .lengths import SeqLens, parse_seq_lens
-from .lifecycle import Closeable, abandon, open_state, shut_down
+from .lifecycle import abandon, open_state, shut_down
 from .mapper import Mapper
 from .page_pool import PagePool
 from .planner import Planner
-from .reclaim import available_pages, set_memory_limit, trim_slots
+from .reclaim import available_pages, has_room, set_memory_limit, trim_slots
 from .requests import Requests
+from .sharing import PrefixSharing, Sharer
 from .stats import CacheStats
 from .stepping import Stepper
 from .views import KVViews
+from .writing import CopyOnWrite
 from .zeroing import Zeroer
 
 __all__ = ["SlicedKVCache"]
 
 
-class SlicedKVCache(Closeable):
+class SlicedKVCache(PrefixSharing):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
     Every public method may be called from any thread. None waits for the GPU unless it says so.
@@ -83,9 +86,11 @@ class SlicedKVCache(Closeable):
         self._num_slots = config.max_batch_size
         planner = Planner(self._state)
         self._mapper = Mapper(planner, background=config.mapper == "background")
-        self._stepper = Stepper(self._state, self._mapper)
+        copier = Copier(self._state, self._views)
+        self._stepper = Stepper(self._state, self._mapper, CopyOnWrite(self._state, copier))
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
+        self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
         self._refusal = None
@@ -94,16 +99,6 @@ class SlicedKVCache(Closeable):
 
     def __repr__(self) -> str:
         return f"SlicedKVCache({self.layout}, {self.dtype}, {self.device}{', closed' if self.closed else ''})"
-
-    @property
-    def layout(self) -> KVLayout:
-        """Geometry: bytes and pages of a length, strides, capacity."""
-        return self._state.layout
-
-    @property
-    def pool(self) -> PagePool:
-        """The pool of handles, to be shared with another cache."""
-        return self._state.pool
 
     @property
     def kv_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -139,7 +134,8 @@ class SlicedKVCache(Closeable):
         """Give a new request a slot, the one whose mapped pages suit it best, and return its reqid.
 
         With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. If work
-        of the slot's last request may still run, work queued later on the current stream is ordered after it.
+        of the slot's last request may still run, work queued later on the current stream is ordered after it; a slot
+        that still shares pages is handed out last, and waited for.
 
         Raises
         ------
@@ -178,16 +174,14 @@ class SlicedKVCache(Closeable):
         self._requests.end(self._check_reqid(reqid))
         self._mapper.run_pending()
 
-    def _check_reqid(self, reqid: int) -> int:
-        return check_int("reqid", reqid, 0, self.layout.max_batch_size - 1)
-
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def step(self, seq_lens: SeqLens) -> bool:
         """Make sure that tokens ``[0, len + guard_tokens)`` of every request are mapped in every layer.
 
         Costs a vector comparison when nothing has to grow. Otherwise maps what is missing, waiting for the mapper
-        where it is at it and, when memory is short, for device work of freed requests.
+        where it is at it and, when memory is short, for device work of freed requests. A request that shares pages
+        gets its own copy of those it may write now, see `slicedkv.writing`; that waits for the current stream.
 
         Parameters
         ----------
@@ -197,8 +191,9 @@ class SlicedKVCache(Closeable):
         Returns
         -------
         bool
-            True: kernels launched after this call may read and write those tokens. False: not enough memory, no
-            request lost anything; free or preempt one and try again.
+            True: kernels launched after this call may read and write those tokens; where pages are shared, they may
+            write from the request's former length on. False: not enough memory, no request lost anything; free or
+            preempt one and try again.
 
         Raises
         ------
@@ -234,17 +229,12 @@ class SlicedKVCache(Closeable):
         """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
         self._check_open()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
-        if self._has_room(pages):
-            return True
-        with self._state.work("can_admit"):  # pages on their way into a margin are in no book: look again without any
-            return self._has_room(pages)
-
-    def _has_room(self, pages: int) -> bool:
         with self._gate.lock:
-            state = self._state
-            promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-            room = available_pages(state) - promised * self.layout.num_planes
-            return bool(state.slots.idle) and pages * self.layout.num_planes <= room
+            if has_room(self._state, pages):
+                return True
+        # Pages on their way into a margin are in no book: look again without any.
+        with self._state.work("can_admit"), self._gate.lock:
+            return has_room(self._state, pages)
 
     def trim(self) -> int:
         """Give idle, lookahead, eager and free memory back to the device; return the bytes given back.
@@ -287,12 +277,6 @@ class SlicedKVCache(Closeable):
             self._state.check_integrity()
 
     # --- the end ----------------------------------------------------------------------------------------------------
-
-    def _enter(self) -> None:
-        """Begin a call that changes something: raise what went wrong in the background since the last one."""
-        self._check_open()
-        if self._mapper.failure is not None:
-            self._mapper.raise_failure()
 
     def _close(self) -> None:
         shut_down(self._state, self._mapper)

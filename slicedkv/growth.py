@@ -6,27 +6,42 @@ Both functions are called by whoever holds the gate's work token (*token*). Who 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from .backing import Growth
-from .errors import OutOfPagesError
+from .backing import Alias, Growth, Swap
+from .errors import OutOfPagesError, StateError
 from .reclaim import take_back
 from .state import CacheState
 
-__all__ = ["Reason", "grow_now", "grow_slots"]
+__all__ = ["Reason", "grow_now", "grow_slots", "new_pages"]
 
 Reason = Literal["growth", "prefetch", "lookahead", "eager", "stock", "reclaim"]
 
 
-def grow_slots(state: CacheState, growths: tuple[Growth, ...], reason: Reason) -> None:
-    """*token* Map more pages behind slots and bring books and counters in line.
+def grow_slots(
+    state: CacheState,
+    growths: Sequence[Growth],
+    reason: Reason,
+    aliases: Sequence[Alias] = (),
+    swaps: Sequence[Swap] = (),
+) -> None:
+    """*token* Map more pages behind slots and bring books and counters in line; see `Backing.grow`.
 
     Raises
     ------
     OutOfPagesError, DriverError
         Nothing changed.
+    StateError
+        Slots whose pages were to be swapped are lost.
     """
-    extents = state.backing.grow(growths)
+    try:
+        extents = state.backing.grow(growths, aliases, swaps)
+    except StateError:
+        with state.gate.lock:
+            for swap in swaps:
+                state.lose(swap.cut.slot)
+        raise
     with state.gate.lock:
         pages = 0
         for slot, added in growths:
@@ -37,12 +52,17 @@ def grow_slots(state: CacheState, growths: tuple[Growth, ...], reason: Reason) -
         counters, name = state.counters, f"pages_{reason}"
         setattr(counters, name, getattr(counters, name) + pages * state.layout.num_planes)
         counters.extents_mapped += extents
+        planes = state.layout.num_planes
+        counters.pages_shared += sum(alias.segments.pages for alias in aliases) * planes
+        counters.pages_copied += sum(swap.pages for swap in swaps) * planes
 
 
-def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
-    """*token* Map pages a step needs now, taking margin and idle pages back where memory is short.
+def grow_now(
+    state: CacheState, growths: Sequence[Growth], aliases: Sequence[Alias] = (), swaps: Sequence[Swap] = ()
+) -> None:
+    """*token* Map pages a call needs now, taking margin and idle pages back where memory is short.
 
-    What the step needs of the margin is in `state.claims` and stays.
+    What the call needs of the margin is in `state.claims` and stays.
 
     Raises
     ------
@@ -51,12 +71,17 @@ def grow_now(state: CacheState, growths: tuple[Growth, ...]) -> None:
     DriverError
         The driver failed for another reason than memory.
     """
-    need = sum(pages for _, pages in growths) * state.layout.num_planes
+    need = new_pages(state, growths, swaps)
     take_back(state, need)
     try:
-        grow_slots(state, growths, "growth")
+        grow_slots(state, growths, "growth", aliases, swaps)
     except OutOfPagesError:
         # The device holds less than the limit promises: count on what it says it has, and take back the rest.
         on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
         take_back(state, need, creatable=min(on_device, state.pool.creatable_pages))
-        grow_slots(state, growths, "growth")
+        grow_slots(state, growths, "growth", aliases, swaps)
+
+
+def new_pages(state: CacheState, growths: Sequence[Growth], swaps: Sequence[Swap]) -> int:
+    """Pages over all planes that must be had from the pool."""
+    return (sum(pages for _, pages in growths) + sum(swap.pages for swap in swaps)) * state.layout.num_planes

@@ -150,6 +150,20 @@ class KVLayout:
         rows = min(pages * self.page_bytes // self.row_bytes, self.rows_per_slot)
         return max(0, rows - self.guard_tokens)
 
+    def page_span(self, first_token: int, end_token: int) -> tuple[int, int]:
+        """Pages per plane, first and end, that hold a part of rows ``[first_token, end_token)``."""
+        if first_token >= end_token:
+            return 0, 0
+        return first_token * self.row_bytes // self.page_bytes, -(-end_token * self.row_bytes // self.page_bytes)
+
+    def whole_pages(self, seq_len: int) -> int:
+        """Pages per plane that are filled by tokens ``[0, seq_len)``."""
+        return seq_len * self.row_bytes // self.page_bytes
+
+    def rows_within(self, pages: int) -> int:
+        """Rows that lie at least in part in the first `pages` pages of a slot."""
+        return min(-(-pages * self.page_bytes // self.row_bytes), self.rows_per_slot)
+
     def bytes_for(self, seq_len: int) -> int:
         """Physical bytes a request of `seq_len` tokens needs over all planes."""
         return self.pages_for(seq_len) * self.num_planes * self.page_bytes

@@ -86,6 +86,10 @@ class LengthTable:
     trigger : array of int
         At most `backed`: a length above it wants the next page soon. Equal to `backed` for a slot that is mapped to the
         end: it wants nothing more, and a length above that stands out too.
+    shared : array of int
+        Rows that lie at least in part in pages the slot shares with others, or did not long ago.
+    sharers : set of int
+        Slots with such rows.
     distance : int
         Tokens before the end of what is mapped at which a slot's next page is asked for, until it is scheduled.
     """
@@ -94,20 +98,52 @@ class LengthTable:
         self._max_seq_len = max_seq_len
         self.distance = 0
         self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
+        self.shared, self._last = (array("q", bytes(8 * num_slots)) for _ in range(2))
+        self.sharers: set[int] = set()
+        self._level = True  # no request is shorter than it was: `touched` holds the last lengths
         self._zeros = torch.zeros(num_slots, dtype=torch.int64)
         self._clamped = torch.zeros(num_slots, dtype=torch.int64)
-        self._touched, self._backed, self._trigger = (
-            torch.frombuffer(column, dtype=torch.int64) for column in (self.touched, self.backed, self.trigger)
+        self._touched, self._backed, self._trigger, self._shared, self._last_lens = (
+            torch.frombuffer(column, dtype=torch.int64)
+            for column in (self.touched, self.backed, self.trigger, self.shared, self._last)
         )
 
     def is_quiet(self, lens: torch.Tensor) -> bool:
-        """True when every length is in ``[0, trigger]``: nothing to do, nothing to refuse."""
+        """True when every length is in ``[0, trigger]`` and writes no shared row: nothing to do, nothing to refuse."""
         # Half the time of comparing and reducing; no new tensor.
-        return torch.equal(torch.clamp(lens, self._zeros, self._trigger, out=self._clamped), lens)
+        quiet = torch.equal(torch.clamp(lens, self._zeros, self._trigger, out=self._clamped), lens)
+        return quiet and not self.writers(lens)
 
     def advance(self, lens: torch.Tensor) -> None:
-        """Note that requests now have these lengths."""
+        """Note that requests now have these lengths; 0 leaves a request as it was."""
         torch.maximum(self._touched, lens, out=self._touched)
+        if torch.equal(self._touched, lens):
+            self._level = True
+        else:  # some were left out, or are shorter than before
+            torch.where(lens > 0, lens, self._lasts(), out=self._last_lens)
+            self._level = False
+
+    def last(self, slot: int) -> int:
+        """The length that a slot's request had in its last step."""
+        return self.touched[slot] if self._level else self._last[slot]
+
+    def _lasts(self) -> torch.Tensor:
+        return self._touched if self._level else self._last_lens
+
+    def writers(self, lens: torch.Tensor) -> list[int]:
+        """Slots that may write rows in shared pages after a step to these lengths."""
+        if not self.sharers:
+            return []
+        return _indices((lens > 0) & (torch.minimum(self._lasts(), lens) < self._shared))
+
+    def start(self, slot: int, seq_len: int) -> None:
+        """Note that a request without tokens now has `seq_len` tokens that it did not write."""
+        self.touched[slot] = self._last[slot] = seq_len
+
+    def share(self, slot: int, rows: int) -> None:
+        """Note that a slot's first `rows` rows lie in shared pages; 0 when it shares nothing."""
+        self.shared[slot] = rows
+        (self.sharers.add if rows else self.sharers.discard)(slot)
 
     def beyond_backed(self, lens: torch.Tensor) -> list[int]:
         """Slots whose length is not mapped."""
@@ -143,7 +179,8 @@ class LengthTable:
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
-        self.touched[slot] = self.backed[slot] = self.trigger[slot] = 0
+        self.touched[slot] = self.backed[slot] = self.trigger[slot] = self._last[slot] = 0
+        self.share(slot, 0)
 
     def reset_all(self) -> None:
         """Forget all requests, so that no length counts as mapped."""

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from .checks import check_int
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .gate import Gate
+from .references import Handles, References
 from .vmm.base import Driver
 
 __all__ = ["HandleOwner", "Handles", "PagePool"]
@@ -25,13 +26,6 @@ class HandleOwner(Protocol):
 
     def mapped_handles(self) -> Iterable[int]:
         """Every handle it has mapped, once per mapping."""
-
-
-class Handles(NamedTuple):
-    """Handles by size."""
-
-    pages: list[int]
-    extents: list[int]
 
 
 class PagePool:
@@ -46,6 +40,11 @@ class PagePool:
         Bytes that all handles together may hold.
     extent_pages : int
         Pages in one extent; 1 means no extents.
+
+    Attributes
+    ----------
+    references : References
+        How often each handle is mapped.
 
     Raises
     ------
@@ -65,9 +64,8 @@ class PagePool:
         self.extent_pages = check_int("extent_pages", extent_pages, 1)
         self.gate = Gate()
         self._free = Handles([], [])
-        self._references: dict[int, int] = {}
+        self.references = References(self.extent_pages)
         self._created_pages = 0
-        self._mapped_pages = 0
         self._owners: WeakSet[HandleOwner] = WeakSet()
         self._limit_pages = self.pages_in_limit(memory_limit)
 
@@ -150,8 +148,7 @@ class PagePool:
         taken.pages.extend(created.pages)
         taken.extents.extend(created.extents)
         with self.gate.lock:
-            self._references.update(dict.fromkeys(taken.pages + taken.extents, 1))
-            self._mapped_pages += pages + extents * self.extent_pages
+            self.references.add(taken)
         return taken
 
     def _pick(self, pages: int, extents: int) -> tuple[Handles, Handles, _Count]:
@@ -207,19 +204,10 @@ class PagePool:
 
     def give_back(self, handles: Handles) -> int:
         """Count one mapping less of each handle and free those without; return the pages freed. Lock held."""
-        freed = 0
-        sizes = (1, self.extent_pages)
-        for group, free, size in zip(handles, self._free, sizes, strict=True):
-            for handle in group:
-                left = self._references[handle] - 1
-                if left:
-                    self._references[handle] = left
-                else:
-                    del self._references[handle]
-                    free.append(handle)
-                    freed += size
-        self._mapped_pages -= freed
-        return freed
+        unmapped = self.references.drop(handles)
+        self._free.pages.extend(unmapped.pages)
+        self._free.extents.extend(unmapped.extents)
+        return len(unmapped.pages) + len(unmapped.extents) * self.extent_pages
 
     def trim(self, keep_pages: int = 0) -> int:
         """*token* Release free handles until at most `keep_pages` pages are free; return the pages released."""
@@ -239,7 +227,7 @@ class PagePool:
             More is mapped than the new limit holds; nothing was changed.
         """
         limit = self.pages_in_limit(memory_limit)
-        mapped = self._mapped_pages
+        mapped = self.references.mapped_pages
         if mapped > limit:
             raise OutOfPagesError(
                 f"memory_limit of {memory_limit} bytes holds {limit} pages, but {mapped} pages are mapped; free "
@@ -270,17 +258,11 @@ class PagePool:
         StateError
             An invariant is broken. Call with the lock held and no driver work under way.
         """
-        mapped = dict(Counter(handle for owner in self._owners for handle in owner.mapped_handles()))
-        if mapped != self._references:
-            wrong = {h for h in mapped.keys() | self._references.keys() if mapped.get(h) != self._references.get(h)}
-            raise StateError(f"handles {sorted(wrong)[:8]} are counted wrongly: mappings and references differ")
-        free = self._free.pages + self._free.extents
-        if len(set(free)) != len(free) or not self._references.keys().isdisjoint(free):
-            raise StateError("a handle is free twice, or free and mapped")
-        if self._created_pages != self.free_pages + self._mapped_pages:
-            raise StateError(
-                f"{self._created_pages} pages created, but {self.free_pages} are free and {self._mapped_pages} mapped"
-            )
+        found = Counter(handle for owner in self._owners for handle in owner.mapped_handles())
+        self.references.check(dict(found), self._free)
+        mapped = self.references.mapped_pages
+        if self._created_pages != self.free_pages + mapped:
+            raise StateError(f"{self._created_pages} pages created, but {self.free_pages} are free and {mapped} mapped")
         if self._created_pages > self._limit_pages:
             raise StateError(f"{self._created_pages} pages created, over the limit of {self._limit_pages}")
 

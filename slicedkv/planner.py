@@ -1,10 +1,10 @@
 """`Planner`: which work comes next off the critical path, in the paper's order, and doing one batch of it.
 
 Order: pages that `alloc_reqid(seq_len)` or `prefetch` asked for; the next page of slots that near the end of what is
-mapped (lookahead); pages for the request that may come next (eager); handles created ahead, so that `step` need not
-create; pages taken from idle slots when memory is short. A batch is small enough that a `step` that needs the driver
-waits for it no longer than a few milliseconds. Source: vAttention, section 6. Who runs it and when is the mapper's
-business.
+mapped (lookahead); parting idle slots from what others share with them; pages for the request that may come next
+(eager); handles created ahead, so that `step` need not create; pages taken from idle slots when memory is short. A
+batch is small enough that a `step` that needs the driver waits for it no longer than a few milliseconds. Source:
+vAttention, section 6. Who runs it and when is the mapper's business.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Planner:
         """Return the next batch, or None when there is nothing to do or no memory to do it. Lock held."""
         if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
-        for propose in (self._prefetch, self._lookahead, self._eager, self._stock, self._reclaim):
+        for propose in (self._prefetch, self._lookahead, self._part, self._eager, self._stock, self._reclaim):
             work = propose()
             if work is not None:
                 return work
@@ -123,11 +123,24 @@ class Planner:
         lengths, layout = self.state.lengths, self.state.layout
         return layout.pages_for(min(max(lengths.backed[slot], lengths.touched[slot]) + 1, layout.max_seq_len))
 
+    def _part(self) -> Work | None:
+        """Unmap what idle slots share with others: nothing can be built on that, and no memory is kept for anybody."""
+        for slot in self._idle_sharers():
+            if self._device_is_done_with(slot):
+                return Work("reclaim", amount=slot)
+        return None
+
+    def _idle_sharers(self) -> list[int]:
+        shared = self.state.backing.shared
+        return list(filter(shared.has, self.state.slots.idle)) if shared.alias_pages else []
+
     def _eager(self) -> Work | None:
         eager = self.state.config.eager_tokens
         tokens = eager if eager != "auto" else median_low(self._recent_prompts or (0,))
         pages = self.state.layout.pages_for(tokens)
-        slot = self.state.slots.best_fit(pages, self.state.backing.mapped) if pages else None
+        slot = self.state.slots.best_fit(pages, self.state.reusable_pages) if pages else None
+        if slot is not None and self.state.backing.shared.has(slot):
+            return None
         missing = pages - self.state.backing.mapped(slot) if slot is not None else 0
         return self._growth("eager", [Growth(slot, missing)]) if slot is not None and missing > 0 else None
 
@@ -174,8 +187,9 @@ class Planner:
         return self.state.pool.available_pages // self.state.layout.num_planes
 
     def awaits_device(self) -> bool:
-        """True when memory is short and idle pages only wait for device work to end. Lock held."""
-        return self._memory_is_low() and not all(map(self._device_is_done_with, self._idle_victims()))
+        """True when idle pages that are to go only wait for device work to end. Lock held."""
+        leaving = self._idle_sharers() + (self._idle_victims() if self._memory_is_low() else [])
+        return not all(map(self._device_is_done_with, leaving))
 
 
 def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: int) -> Iterator[Growth]:

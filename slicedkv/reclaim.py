@@ -11,8 +11,21 @@ from typing import NamedTuple
 
 from .errors import OutOfPagesError, StateError
 from .state import CacheState
+from .vmm.base import Fence
 
-__all__ = ["available_pages", "next_slot", "reclaim_slot", "set_memory_limit", "take_back", "trim_slots", "victims"]
+__all__ = [
+    "available_pages",
+    "has_room",
+    "next_slot",
+    "reclaim_slot",
+    "require_room",
+    "set_memory_limit",
+    "take_back",
+    "trim_slots",
+    "victims",
+    "wait_for",
+    "wait_for_slot",
+]
 
 _FENCE_TIMEOUT_S = 4.0
 
@@ -26,7 +39,7 @@ class Victim(NamedTuple):
 
 def next_slot(state: CacheState) -> int | None:
     """The slot best fit would hand out next for a short request. Lock held."""
-    return state.slots.best_fit(1, state.backing.mapped)
+    return state.slots.best_fit(1, state.reusable_pages)
 
 
 def victims(state: CacheState) -> list[Victim]:
@@ -43,8 +56,43 @@ def victims(state: CacheState) -> list[Victim]:
 
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    margin = sum(victim.pages for victim in victims(state))
-    return state.pool.available_pages + margin * state.layout.num_planes
+    return state.pool.available_pages + _reclaimable_pages(state, victims(state))
+
+
+def _reclaimable_pages(state: CacheState, candidates: list[Victim]) -> int:
+    """Pages over all planes that become free when all candidates are unmapped: those that others share do not."""
+    pages = sum(victim.pages for victim in candidates) * state.layout.num_planes
+    return pages - state.backing.shared.alias_pages_of(state.slots.idle)
+
+
+def has_room(state: CacheState, pages: int) -> bool:
+    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for. Lock held."""
+    promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
+    room = available_pages(state) - promised * state.layout.num_planes
+    return bool(state.slots.idle) and pages * state.layout.num_planes <= room
+
+
+def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> list[Victim]:
+    """*token* Return what may be taken back; refuse a need over all planes that not even all of it meets.
+
+    Raises
+    ------
+    OutOfPagesError
+        See `take_back`.
+    """
+    pool = state.pool
+    with state.gate.lock:
+        candidates = victims(state)
+        can_create = pool.creatable_pages if creatable is None else creatable
+        total = pool.free_pages + can_create + _reclaimable_pages(state, candidates)
+    if total < need_pages:
+        raise OutOfPagesError(
+            f"{need_pages} pages of {pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
+            f"the memory limit of {pool.memory_limit} bytes",
+            requested=need_pages,
+            available=total,
+        )
+    return candidates
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
@@ -70,17 +118,7 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
 
     if obtainable() >= need_pages:
         return
-    with state.gate.lock:
-        candidates = victims(state)
-        total = obtainable() + sum(victim.pages for victim in candidates) * state.layout.num_planes
-    if total < need_pages:
-        raise OutOfPagesError(
-            f"{need_pages} pages of {state.pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
-            f"the memory limit of {state.pool.memory_limit} bytes",
-            requested=need_pages,
-            available=total,
-        )
-    for victim in candidates:
+    for victim in require_room(state, need_pages, creatable):
         if obtainable() >= need_pages:
             return
         reclaim_slot(state, victim.slot, wait=True)
@@ -102,9 +140,8 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
         The device work did not end in time, or the slot was lost (see `Backing.unmap`).
     """
     driver = state.pool.driver
-    fence = state.slots.fence(slot)
-    if wait and fence is not None and not driver.wait_fence(fence, _FENCE_TIMEOUT_S):
-        raise StateError(f"waited {_FENCE_TIMEOUT_S:g} s for device work on freed reqid {slot}; its pages stay mapped")
+    if wait:
+        wait_for_slot(state, slot)
     with state.gate.lock:
         # The slot may have been handed out, and even freed again, since it was chosen: look again.
         fence = state.slots.fence(slot)
@@ -125,6 +162,19 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
     with state.gate.lock:
         state.counters.pages_reclaimed += (cut.end_page - cut.first_page) * state.layout.num_planes
     return freed
+
+
+def wait_for_slot(state: CacheState, slot: int) -> None:
+    """*token* Wait for the device work that the slot's fence stands for; `StateError` if it does not end in time."""
+    fence = state.slots.fence(slot)
+    if fence is not None:
+        wait_for(state, fence, f"device work on {'' if state.slots.is_active(slot) else 'freed '}reqid {slot}")
+
+
+def wait_for(state: CacheState, fence: Fence, what: str) -> None:
+    """*token* Wait for a fence, for a bounded time; `what` appears in the `StateError` when it is not done by then."""
+    if not state.pool.driver.wait_fence(fence, _FENCE_TIMEOUT_S):
+        raise StateError(f"waited {_FENCE_TIMEOUT_S:g} s for {what}; its pages stay mapped")
 
 
 def trim_slots(state: CacheState) -> None:

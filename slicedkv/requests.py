@@ -1,12 +1,15 @@
 """`Requests`: giving slots to requests and taking them back, with all the books that belong to it.
 
-Arguments are checked by the cache. Nothing here maps or unmaps; the mapper is told that there may be work.
+Arguments are checked by the cache. Nothing here maps, and only pages that other slots still have mapped too are
+unmapped, before a new request would take them for its own; the mapper is told that there may be work.
 """
 
 from __future__ import annotations
 
+from .errors import OutOfSlotsError
 from .mapper import Mapper
 from .planner import Planner
+from .reclaim import reclaim_slot
 from .state import CacheState
 
 __all__ = ["Requests"]
@@ -31,21 +34,54 @@ class Requests:
         """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`."""
         state = self._state
         pages = state.layout.pages_for(seq_len)
-        with state.gate.lock:
-            found = state.slots.best_fit(max(1, pages), state.backing.mapped)
-            fence = None if found is None else state.slots.fence(found)
-            if fence is not None:
-                state.pool.driver.order_after(fence)
-            slot = state.slots.activate(found)
-            state.eager.pop(slot, None)
-            state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
-            state.note_mapped(slot)
-            state.clean_pages[slot] = 0
-            if seq_len:
-                state.wanted[slot] = pages
-                self._planner.note_prompt(seq_len)
-            self._mapper.wake()
+        while True:
+            with state.gate.lock:
+                found = state.slots.best_fit(max(1, pages), state.reusable_pages)
+                if found is None or not state.backing.shared.has(found):
+                    slot = self._activate(found)
+                    if seq_len:
+                        state.wanted[slot] = pages
+                        self._planner.note_prompt(seq_len)
+                    self._mapper.wake()
+                    return slot
+            with state.work("alloc_reqid"):
+                reclaim_slot(state, found, wait=True)
+
+    def begin_empty(self, count: int) -> list[int]:
+        """Activate `count` slots that have as little mapped as can be found. Lock held.
+
+        Raises
+        ------
+        OutOfSlotsError
+            There are not that many idle slots; nothing was changed.
+        """
+        slots = self._state.slots
+        if count > len(slots.idle):
+            raise OutOfSlotsError(
+                f"{count} slots needed, {len(slots.idle)} of {slots.num_slots} are idle; free requests first or raise "
+                "max_batch_size",
+                requested=count,
+                available=len(slots.idle),
+            )
+        return [self._activate(slots.best_fit(0, self._state.backing.mapped)) for _ in range(count)]
+
+    def _activate(self, found: int | None) -> int:
+        """Make an idle slot active, its work ordered after that of its last request. Lock held."""
+        state = self._state
+        fence = None if found is None else state.slots.fence(found)
+        if fence is not None:
+            state.pool.driver.order_after(fence)
+        slot = state.slots.activate(found)
+        state.eager.pop(slot, None)
+        state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
+        state.note_mapped(slot)
+        state.clean_pages[slot] = 0
         return slot
+
+    def undo_begin(self, slot: int) -> None:
+        """Make an active slot idle again whose request never began. Lock held."""
+        self._state.slots.deactivate(slot)
+        self._state.lengths.reset(slot)
 
     def want(self, slot: int, seq_len: int) -> None:
         """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
@@ -60,7 +96,7 @@ class Requests:
         state = self._state
         with state.gate.lock:
             state.slots.require_active(slot)
-            state.slots.release(slot, state.pool.driver.record_fence())
+            state.slots.release(slot, state.fence_behind(slot))
             state.lengths.reset(slot)
             state.wanted.pop(slot, None)
             state.unscheduled = True

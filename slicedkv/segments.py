@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import groupby
 
 from .page_pool import Handles
-from .vmm.base import MappedRange, Run
+from .vmm.base import Run
 
-__all__ = ["Segments", "runs_over"]
+__all__ = ["Segments"]
 
 
 class Segments:
@@ -31,33 +32,53 @@ class Segments:
         self.sizes = array("Q")
         self.handles = array("Q")
 
+    @property
+    def pages(self) -> int:
+        """Pages per plane."""
+        return sum(self.sizes)
+
+    @property
+    def planes(self) -> int:
+        """Handles of one segment."""
+        return len(self.handles) // max(1, len(self.sizes))
+
     def extend(self, other: Segments) -> None:
         """Append segments at the end."""
         self.sizes.extend(other.sizes)
         self.handles.extend(other.handles)
 
+    def part(self, first: int, end: int) -> Segments:
+        """Return a copy of segments ``[first, end)``."""
+        found, planes = Segments(), self.planes
+        found.sizes, found.handles = self.sizes[first:end], self.handles[first * planes : end * planes]
+        return found
+
     def split(self, first: int) -> Segments:
         """Remove and return the segments from `first` on."""
-        tail, cut = Segments(), first * (len(self.handles) // max(1, len(self.sizes)))
-        tail.sizes, tail.handles = self.sizes[first:], self.handles[cut:]
-        del self.sizes[first:], self.handles[cut:]
+        tail = self.part(first, len(self.sizes))
+        self.replace(first, len(self.sizes), Segments())
         return tail
+
+    def replace(self, first: int, end: int, others: Segments) -> None:
+        """Put other segments in the place of ``[first, end)``."""
+        planes = self.planes
+        self.sizes[first:end] = others.sizes
+        self.handles[first * planes : end * planes] = others.handles
 
     def by_size(self) -> Handles:
         """All handles, pages and extents apart."""
-        planes = len(self.handles) // max(1, len(self.sizes))
+        planes = self.planes
         found = Handles([], [])
         for index, size in enumerate(self.sizes):
             target = found.pages if size == 1 else found.extents
             target.extend(self.handles[index * planes : (index + 1) * planes])
         return found
 
-
-def runs_over(ranges: Sequence[MappedRange], segments: Segments, page_bytes: int) -> Iterator[Run]:
-    """Runs of one handle each that map `segments` into the ranges of the first planes."""
-    planes = len(segments.handles) // len(segments.sizes)
-    for plane, mapped in enumerate(ranges):
-        address = mapped.address
-        for size, handle in zip(segments.sizes, segments.handles[plane::planes], strict=True):
-            yield Run(address, (handle,), size * page_bytes)
-            address += size * page_bytes
+    def runs(self, plane: int, address: int, page_bytes: int) -> Iterator[Run]:
+        """Runs that map one plane's handles side by side from `address`."""
+        handles, first = self.handles[plane :: self.planes], 0
+        for size, group in groupby(self.sizes):
+            count = len(list(group))
+            yield Run(address, handles[first : first + count], size * page_bytes)
+            address += count * size * page_bytes
+            first += count

@@ -93,6 +93,11 @@ class SlotTable:
         self._active.add(slot)
         return slot
 
+    def deactivate(self, slot: int) -> None:
+        """Undo `activate`: the slot is idle again, behind the fence it had."""
+        self._active.remove(slot)
+        self._idle.add(slot)
+
     def release(self, slot: int, fence: Fence) -> None:
         """Make an active slot idle; `fence` marks the end of the work that may still use it."""
         self._active.remove(slot)

@@ -20,6 +20,7 @@ from .lookahead import Pace
 from .page_pool import PagePool
 from .slots import SlotTable
 from .stats import CacheStats, Counters
+from .vmm.base import Fence
 
 __all__ = ["CacheState"]
 
@@ -41,7 +42,7 @@ class CacheState:
     clean_pages : list of int
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
     claims : dict of int to int
-        Pages per plane that the step under way needs, by slot.
+        Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
     closed : bool
         Everything was given back.
     """
@@ -72,11 +73,14 @@ class CacheState:
 
     def keep_pages(self, slot: int) -> int:
         """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
+        claim = self.claims.get(slot, 0)
         if not self.slots.is_active(slot):
-            return 0
-        return max(
-            self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0), self.claims.get(slot, 0)
-        )
+            return claim
+        return max(self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0), claim)
+
+    def reusable_pages(self, slot: int) -> int:
+        """Pages per plane of an idle slot that a new request can use; -1, worse than none, if they are shared."""
+        return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
 
     def spare_pages(self, slot: int, claim: int = 0) -> int:
         """Pages per plane beyond `keep_pages` and `claim` that can be unmapped, whole handles only."""
@@ -98,6 +102,15 @@ class CacheState:
         self.wanted.pop(slot, None)
         self.eager.pop(slot, None)
 
+    def fence_behind(self, slot: int) -> Fence:
+        """A fence behind all that is queued on the current stream, and behind the slot's earlier fence."""
+        driver, earlier = self.pool.driver, self.slots.fence(slot)
+        fence = driver.record_fence()  # first, as it refuses a stream that is being captured
+        if earlier is None or driver.fence_done(earlier):
+            return fence
+        driver.order_after(earlier)
+        return driver.record_fence()
+
     @contextmanager
     def work(self, purpose: str) -> Iterator[None]:
         """Hold the work token for a foreground call, unless the cache was closed before it came free.
@@ -118,16 +131,22 @@ class CacheState:
             self.lengths.set_backed(slot, self.layout.tokens_backed(self.backing.mapped(slot)))
             self.unscheduled = True
 
+    def note_shared(self, slot: int) -> None:
+        """Bring the lengths in line with what an active slot shares."""
+        self.lengths.share(slot, self.layout.rows_within(self.backing.shared.end_page(slot)))
+
     def snapshot(self) -> CacheStats:
         """Take the statistics of this moment."""
-        planes, page_bytes = self.layout.num_planes, self.pool.page_bytes
+        planes, page_bytes, shared = self.layout.num_planes, self.pool.page_bytes, self.backing.shared
         plane_page_bytes = planes * page_bytes
         active = self.slots.active
         active_pages = sum(map(self.backing.mapped, active))
         margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
-        mapped_bytes = self.backing.mapped_pages * page_bytes
-        active_bytes = active_pages * plane_page_bytes
-        used_bytes = sum(self.lengths.touched) * self.layout.token_bytes
+        mapped_bytes = (self.backing.mapped_pages - shared.alias_pages) * page_bytes
+        # What active slots share is full of tokens: it counts once in what they hold and in what they use.
+        saved_bytes = (shared.alias_pages - shared.alias_pages_of(self.slots.idle)) * page_bytes
+        active_bytes = active_pages * plane_page_bytes - saved_bytes
+        used_bytes = sum(self.lengths.touched) * self.layout.token_bytes - saved_bytes
         return CacheStats(
             page_bytes=page_bytes,
             memory_limit_bytes=self.pool.memory_limit,
@@ -140,6 +159,8 @@ class CacheState:
             waste_bytes=active_bytes - used_bytes,
             lookahead_bytes=margin_pages * plane_page_bytes,
             eager_bytes=sum(self.eager.values()) * plane_page_bytes,
+            shared_bytes=self.pool.references.shared_pages * page_bytes,
+            saved_bytes=saved_bytes,
             active_slots=len(active),
             idle_slots=len(self.slots.idle),
             **self.counters.as_dict(),  # type: ignore[arg-type]
@@ -165,5 +186,9 @@ class CacheState:
                         f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
                         f"{self.layout.tokens_backed(mapped)}"
                     )
+                if self.lengths.shared[slot] < self.layout.rows_within(self.backing.shared.end_page(slot)):
+                    raise StateError(f"slot {slot}: rows in shared pages are not known as such")
+                if self.backing.shared.end_page(slot) > self.keep_pages(slot):
+                    raise StateError(f"slot {slot} shares pages beyond its {touched} tokens")
             elif backed or self.lengths.touched[slot]:
                 raise StateError(f"slot {slot} is idle but has lengths")

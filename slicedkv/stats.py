@@ -44,6 +44,8 @@ class Counters:
     pages_prefetch: int = 0
     pages_reused: int = 0
     pages_reclaimed: int = 0
+    pages_shared: int = 0
+    pages_copied: int = 0
     extents_mapped: int = 0
     last_step: StepRecord = field(default_factory=lambda: StepRecord(ok=True))
 
@@ -54,7 +56,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Snapshot of a cache. Bytes are physical and summed over all planes.
+    """Snapshot of a cache. Bytes are physical and summed over all planes: a page that requests share counts once.
 
     Attributes
     ----------
@@ -66,7 +68,7 @@ class CacheStats:
     mapped_bytes : int
         Mapped by this cache: active + idle.
     active_bytes, idle_bytes : int
-        Behind active slots; behind idle slots.
+        Behind active slots; behind idle slots only.
     used_bytes : int
         Rows that hold tokens of active requests.
     waste_bytes : int
@@ -75,6 +77,10 @@ class CacheStats:
         The part of the waste that is pages mapped ahead of need.
     eager_bytes : int
         The part of idle_bytes mapped for a request that is not here yet.
+    shared_bytes : int
+        Behind pages that more than one slot has mapped (of all caches that share the pool).
+    saved_bytes : int
+        What active requests would hold more if each had its own copy of what it shares.
     active_slots, idle_slots : int
     steps : int
         Calls of `step`.
@@ -88,6 +94,10 @@ class CacheStats:
         Pages that new requests found mapped in their slot.
     pages_reclaimed : int
         Pages unmapped to be used elsewhere.
+    pages_shared : int
+        Mappings of another request's pages made by `share_prefix` and `fork`.
+    pages_copied : int
+        Shared pages that a step gave a request its own copy of, because it may write them.
     extents_mapped : int
         Mappings made with one handle of several pages.
     last_step : StepRecord
@@ -104,6 +114,8 @@ class CacheStats:
     waste_bytes: int
     lookahead_bytes: int
     eager_bytes: int
+    shared_bytes: int
+    saved_bytes: int
     active_slots: int
     idle_slots: int
     steps: int
@@ -117,6 +129,8 @@ class CacheStats:
     pages_prefetch: int
     pages_reused: int
     pages_reclaimed: int
+    pages_shared: int
+    pages_copied: int
     extents_mapped: int
     last_step: StepRecord
 

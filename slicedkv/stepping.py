@@ -12,10 +12,11 @@ import torch
 
 from .backing import Growth
 from .errors import OutOfPagesError
-from .growth import grow_now
+from .growth import grow_now, new_pages
 from .mapper import Mapper
 from .state import CacheState
 from .stats import StepRecord
+from .writing import CopyOnWrite
 
 __all__ = ["Stepper"]
 
@@ -30,11 +31,13 @@ class Stepper:
     state : CacheState
     mapper : Mapper
         Woken when a slot nears the end of what is mapped.
+    copy_on_write : CopyOnWrite
     """
 
-    def __init__(self, state: CacheState, mapper: Mapper) -> None:
+    def __init__(self, state: CacheState, mapper: Mapper, copy_on_write: CopyOnWrite) -> None:
         self._state = state
         self._mapper = mapper
+        self._copy_on_write = copy_on_write
         self._mutex = state.gate.mutex
 
     def step(self, lens: torch.Tensor) -> bool:
@@ -49,7 +52,7 @@ class Stepper:
                 counters.last_step = _QUIET
                 return True
             late = self.growths(lens)
-            if not late:
+            if not late and not self._copy_on_write.swaps(lens, count_idle=True):
                 self._settle(lens, _QUIET, due=True)
                 return True
             self._note_late(late)
@@ -80,6 +83,7 @@ class Stepper:
             # What is available counts this request's margin, part of which the step would use.
             margin = state.spare_pages(slot) - state.spare_pages(slot, claim=pages)
             needed += max(0, pages - state.backing.mapped(slot)) + margin
+        needed += sum(swap.pages for swap in self._copy_on_write.swaps(lens, count_idle=False))
         return needed * state.layout.num_planes
 
     def _claims(self, lens: torch.Tensor) -> dict[int, int]:
@@ -96,7 +100,7 @@ class Stepper:
         self._mapper.wake(due=due)
 
     def _step_with_growth(self, lens: torch.Tensor, started: float) -> bool:
-        """Map what is missing on the calling thread; count it as a stall."""
+        """Map what is missing, and copy what is shared, on the calling thread; count it as a stall."""
         state = self._state
         with state.work("step"):
             with state.gate.lock:
@@ -104,8 +108,10 @@ class Stepper:
                 state.claims = self._claims(lens)
             begun = time.perf_counter()
             try:
-                if growths:
-                    grow_now(state, growths)
+                swaps = self._copy_on_write.make_way(lens, growths)
+                if growths or swaps:
+                    grow_now(state, growths, swaps=swaps)
+                self._copy_on_write.copy(swaps)
                 ok = True
             except OutOfPagesError:
                 ok = False
@@ -113,7 +119,7 @@ class Stepper:
                 state.claims = {}
             finished = time.perf_counter()
             with state.gate.lock:
-                pages = sum(pages for _, pages in growths) * state.layout.num_planes if ok else 0
+                pages = new_pages(state, growths, swaps) if ok else 0
                 record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6)
                 state.counters.stalls += 1
                 state.counters.stall_us += record.stall_us

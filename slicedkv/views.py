@@ -46,9 +46,12 @@ class KVViews:
 
     def page_bytes_of(self, layout: KVLayout, slot: int, first_page: int, end_page: int) -> list[torch.Tensor]:
         """Bytes of pages ``[first_page, end_page)`` of a slot, one tensor a plane."""
+        return self.bytes_of(layout, slot, first_page * layout.page_bytes, end_page * layout.page_bytes)
+
+    def bytes_of(self, layout: KVLayout, slot: int, first_byte: int, end_byte: int) -> list[torch.Tensor]:
+        """Bytes ``[first_byte, end_byte)`` of a slot, one tensor a plane."""
         start = slot * layout.slot_stride_bytes
-        span = slice(start + first_page * layout.page_bytes, start + end_page * layout.page_bytes)
-        return [raw[span] for raw in self.raw_bytes]
+        return [raw[start + first_byte : start + end_byte] for raw in self.raw_bytes]
 
 
 def _plane(layout: KVLayout, elements: torch.Tensor) -> torch.Tensor:

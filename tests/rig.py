@@ -22,6 +22,8 @@ SHAPE |= {"max_batch_size": 4, "max_seq_len": 4096}
 SMALL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 SMALL |= {"max_batch_size": 2, "max_seq_len": 400, "page_bytes": 65536, "memory_limit": "8MiB"}
 """A small cache on the host's own memory."""
+QUIET: dict[str, Any] = {"mapper": "sync", "lookahead_tokens": 0, "reclaim_watermark": 0.0}
+"""Options of a cache that maps only what a call needs."""
 
 
 def memory_files() -> int:
@@ -90,3 +92,30 @@ def mapped(cache: SlicedKVCache, reqid: int) -> int:
 def settle(cache: SlicedKVCache) -> None:
     """Wait until the mapper has nothing more to do."""
     wait_until(lambda: not cache._mapper._news and cache.pool.gate._holder is None)
+
+
+def used_bytes(cache: SlicedKVCache) -> int:
+    """Physical memory of a cache on the host, as the OS counts it."""
+    return cache.pool.driver.used_bytes()  # type: ignore[attr-defined]
+
+
+def stamps(cache: SlicedKVCache, layer: int, start: int, end: int, seed: int) -> torch.Tensor:
+    """Values of rows ``[start, end)`` that name layer, token and request."""
+    tokens = torch.arange(start, end, device=cache.device).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
+    return tokens.to(cache.dtype)
+
+
+def stamp(cache: SlicedKVCache, reqid: int, start: int, end: int, seed: int) -> None:
+    """Write its stamps into every row of ``[start, end)``."""
+    for layer in range(cache.layout.num_layers):
+        cache.k(layer)[reqid, start:end] = stamps(cache, layer, start, end, seed)
+        cache.v(layer)[reqid, start:end] = -stamps(cache, layer, start, end, seed)
+
+
+def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int, start: int = 0) -> None:
+    """Compare rows ``[start, end)`` with the stamps they must hold."""
+    shape = (end - start, cache.layout.num_kv_heads, cache.layout.head_dim)
+    for layer in range(cache.layout.num_layers):
+        expected = stamps(cache, layer, start, end, seed).expand(shape)
+        assert torch.equal(cache.k(layer)[reqid, start:end], expected)
+        assert torch.equal(cache.v(layer)[reqid, start:end], -expected)

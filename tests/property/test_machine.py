@@ -11,7 +11,6 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from request_model import LAYERS, TOKENS, Request
 
 from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm.fake import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
-LAYERS, SLOTS, TOKENS = 3, 4, 200
+SLOTS = 4
 FULL_PAGES = 96
 """Pages behind four full slots, with every layout and page size below."""
 HEAD_DIM = {mmap.PAGESIZE: 20 * mmap.PAGESIZE // 4096, 64 << 10: 320}
@@ -36,23 +36,13 @@ picks = st.integers(0, SLOTS - 1)
 deltas = st.one_of(st.none(), st.integers(-20, 3), st.integers(10, 120))
 
 
-@dataclass
-class Request:
-    """The model of one request: its slot, its number, and how many tokens it had at most and has asked for."""
-
-    reqid: int
-    serial: int
-    tokens: int = 0
-    wanted: int = 0
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Rules are the public calls; the model is the list of active requests, oldest first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Request] = []
-        self.serial = 0
+        self.writes = 0
         self.faulty = 0
 
     @initialize(
@@ -98,19 +88,23 @@ class CacheMachine(RuleBasedStateMachine):
     def pick(self, index: int) -> Request:
         return self.requests[index % len(self.requests)]
 
-    def rows(self, request: Request, first: int, layer: int, kv: int) -> torch.Tensor:
-        """What the rows from `first` on of a request hold: a number for request, token, layer and K or V."""
-        tokens = torch.arange(first, request.tokens, dtype=torch.float32).view(-1, 1, 1)
-        return ((request.serial * LAYERS + layer) * 2 + kv) * TOKENS + tokens
-
     def grown(self, request: Request, length: int) -> None:
-        """A step was True: stamp the tokens that are new, and write the guard rows, which must be mapped too."""
-        first, request.tokens = request.tokens, max(request.tokens, length)
-        guard = slice(request.tokens, request.tokens + self.cache.layout.guard_tokens if request.tokens else 0)
+        """A step was True: write all rows that it may write now, the guard rows too, which must be mapped as well."""
+        if not length:
+            return
+        self.writes += 1
+        span = request.write(length, self.cache.layout.guard_tokens, self.writes)
         for layer in range(LAYERS):
             for kv, view in enumerate((self.cache.k(layer), self.cache.v(layer))):
-                view[request.reqid, first : request.tokens] = self.rows(request, first, layer, kv)
-                view[request.reqid, guard] = -1.0
+                # As a view of its own: the tensor ends at the last token, and guard rows lie behind.
+                rows = view[request.reqid].as_strided(
+                    (span.stop - span.start, *view.shape[2:]), view.stride()[1:], self.offset(view, request, span.start)
+                )
+                rows[:] = request.rows(span, layer, kv)
+
+    def offset(self, view: torch.Tensor, request: Request, token: int) -> int:
+        """Elements from the start of the storage to a row."""
+        return int(view.storage_offset()) + request.reqid * view.stride(0) + token * view.stride(1)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -118,15 +112,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seq_len=st.one_of(st.just(0), lengths), step=st.booleans())
     def alloc(self, seq_len: int, step: bool) -> None:
         admitted = self.cache.can_admit(seq_len)
-        request = Request(self.call(self.cache.alloc_reqid, seq_len), self.serial, wanted=seq_len)
-        assert request.reqid not in {other.reqid for other in self.requests}
-        self.requests.append(request)
-        self.serial += 1
+        request = self.begin(seq_len)
         if step and seq_len:
             ok = self.call(self.cache.step, {request.reqid: seq_len})
             assert ok or not (self.exact and admitted), "it was said to fit"
             if ok:
                 self.grown(request, seq_len)
+
+    def begin(self, seq_len: int = 0) -> Request:
+        self.add(self.call(self.cache.alloc_reqid, seq_len))
+        self.requests[-1].wanted = seq_len
+        return self.requests[-1]
+
+    def add(self, reqid: int) -> Request:
+        assert reqid not in {other.reqid for other in self.requests}
+        self.requests.append(Request(reqid))
+        return self.requests[-1]
 
     @precondition(lambda self: len(self.requests) == SLOTS)
     @rule()
@@ -168,6 +169,38 @@ class CacheMachine(RuleBasedStateMachine):
         if ok:
             for request in self.requests:
                 self.grown(request, lens.get(request.reqid, 0))
+
+    @precondition(lambda self: 0 < len(self.requests) < SLOTS)
+    @rule(index=picks, num_tokens=st.integers(1, TOKENS), ahead=st.one_of(st.just(0), lengths))
+    def share(self, index: int, num_tokens: int, ahead: int) -> None:
+        """A new request gets the first tokens of another."""
+        source, target, layout = self.pick(index), self.begin(ahead), self.cache.layout
+        if num_tokens > source.last:
+            with pytest.raises(StateError, match=f"reqid {source.reqid} has {source.last} tokens"):
+                self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
+            return
+        needed = (layout.pages_for(num_tokens) - layout.whole_pages(num_tokens)) * layout.num_planes
+        fits = needed <= self.cache.pages_available()
+        ok = self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
+        if self.exact and not ahead and self.cache.pool.extent_pages == 1:
+            assert ok == fits
+        if ok:
+            target.inherit(source, num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks, count=st.integers(1, SLOTS - 1))
+    def fork(self, index: int, count: int) -> None:
+        source, idle = self.pick(index), SLOTS - len(self.requests)
+        try:
+            reqids = self.call(self.cache.fork, source.reqid, count)
+        except OutOfSlotsError:
+            assert count > idle
+        except OutOfPagesError:
+            assert source.last
+        else:
+            assert len(reqids) == count <= idle
+            for reqid in reqids:
+                self.add(reqid).inherit(source, source.last)
 
     @precondition(lambda self: self.requests)
     @rule(index=picks, seq_len=lengths)
@@ -215,6 +248,8 @@ class CacheMachine(RuleBasedStateMachine):
             ("prefetch", (reqid, TOKENS + 1)),
             ("alloc_reqid", (TOKENS + 1,)),
             ("free_reqid", (SLOTS,)),
+            ("share_prefix", (reqid, reqid, 1)),
+            ("fork", (reqid, 0)),
             ("set_memory_limit", (0,)),
         ):
             with pytest.raises(ConfigError):
@@ -257,16 +292,32 @@ class CacheMachine(RuleBasedStateMachine):
             stats, used_bytes = cache.stats(), self.driver.inner.used_bytes()
             on_device = Counter(self.driver.inner._ledger._at.values())
             assert on_device == Counter(cache._state.backing.mapped_handles())
+            saved_bytes = self.saved_bytes()
         assert used_bytes == stats.created_bytes == stats.free_bytes + stats.mapped_bytes
         assert stats.created_bytes <= stats.memory_limit_bytes == self.limit_pages * self.page_bytes
         assert stats.active_slots == len(self.requests)
-        assert stats.used_bytes == sum(request.tokens for request in self.requests) * cache.layout.token_bytes
-        assert stats.active_bytes >= sum(cache.layout.bytes_for(request.tokens) for request in self.requests)
+        assert stats.saved_bytes == saved_bytes <= stats.mapped_bytes * (SLOTS - 1)
+        tokens = [request.tokens for request in self.requests]
+        assert stats.used_bytes + saved_bytes == sum(tokens) * cache.layout.token_bytes
+        assert stats.active_bytes + saved_bytes >= sum(map(cache.layout.bytes_for, tokens))
         for request in self.requests:
+            span = slice(0, request.tokens)
             for layer in range(LAYERS):
                 for kv, view in enumerate((cache.k(layer), cache.v(layer))):
-                    found = view[request.reqid, : request.tokens]
-                    assert torch.equal(found, self.rows(request, 0, layer, kv).expand_as(found))
+                    found = view[request.reqid, span]
+                    assert torch.equal(found, request.rows(span, layer, kv).expand_as(found))
+
+    def saved_bytes(self) -> int:
+        """Bytes mapped behind active requests more than once, from the driver's own books."""
+        ledger, layout = self.driver.inner._ledger, self.cache.layout
+        active, seen, saved = {request.reqid for request in self.requests}, set(), 0
+        for plane in self.cache._state.backing.reservations:
+            for address, handle in ledger._at.items():
+                slot, _ = divmod(address - plane.address, layout.slot_stride_bytes)
+                if plane.address <= address < plane.address + plane.num_bytes and slot in active:
+                    saved += ledger._sizes[handle] * (handle in seen)
+                    seen.add(handle)
+        return saved
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):

@@ -9,33 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rig import assert_stamped, stamp, used_bytes
 
 from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache
 
 KIB, MIB = 1 << 10, 1 << 20
 MakeCache = Callable[..., SlicedKVCache]
 LAYOUTS = ("sliced", "interleaved", "per_layer")
-
-
-def used_bytes(cache: SlicedKVCache) -> int:
-    """Physical memory as the OS counts it."""
-    return cache.pool.driver.used_bytes()  # type: ignore[attr-defined]
-
-
-def stamp(cache: SlicedKVCache, reqid: int, start: int, end: int, seed: int) -> None:
-    """Write a value that names layer, token and request into every row of ``[start, end)``."""
-    for layer in range(cache.layout.num_layers):
-        tokens = torch.arange(start, end).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
-        cache.k(layer)[reqid, start:end] = tokens.to(cache.dtype)
-        cache.v(layer)[reqid, start:end] = -tokens.to(cache.dtype)
-
-
-def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int) -> None:
-    for layer in range(cache.layout.num_layers):
-        tokens = torch.arange(end).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
-        shape = (end, cache.layout.num_kv_heads, cache.layout.head_dim)
-        assert torch.equal(cache.k(layer)[reqid, :end], tokens.to(cache.dtype).expand(shape))
-        assert torch.equal(cache.v(layer)[reqid, :end], -tokens.to(cache.dtype).expand(shape))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "slicedkv"
 KERNELS = ROOT / "triton_kernels"
 TORCH_FREE = ("layout", "page_pool", "reservation", "slots", "vmm.base", "gate", "backing", "checks", "errors")
+TORCH_FREE += ("segments", "placement", "shared_pages", "references")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 40
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -58,6 +58,8 @@ USES: dict[str, Callable[[SlicedKVCache], object]] = {
     "prefetch": lambda cache: cache.prefetch(0, 5),
     "free_reqid": lambda cache: cache.free_reqid(0),
     "step": lambda cache: cache.step({0: 1}),
+    "share_prefix": lambda cache: cache.share_prefix(0, 1, 1),
+    "fork": lambda cache: cache.fork(0),
     "pages_needed": lambda cache: cache.pages_needed({0: 1}),
     "pages_available": lambda cache: cache.pages_available(),
     "can_admit": lambda cache: cache.can_admit(1),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from slicedkv import SlicedKVCache
 from slicedkv.cli import main
+from slicedkv.cli.plan import MODELS
+from slicedkv.layout import KVLayout, LayoutKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,7 +23,7 @@ def fences(kind: str) -> list[str]:
 
 
 def test_example_runs(capsys):
-    example, _ = fences("python")
+    example, *_ = fences("python")
     assert len(example.splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {})
     # 1000 tokens need 32 pages of 2 MiB for K and 32 for V; a little more may be mapped ahead by then.
@@ -27,7 +31,7 @@ def test_example_runs(capsys):
 
 
 def test_attention_example_runs():
-    _, example = fences("python")
+    (example,) = (text for text in fences("python") if "open_backend" in text)
     shape = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "max_batch_size": 4, "max_seq_len": 4096}
     with SlicedKVCache(num_layers=1, device="cpu", memory_limit="64MiB", **shape) as cache:
         reqids = [cache.alloc_reqid() for _ in range(4)]
@@ -39,6 +43,24 @@ def test_attention_example_runs():
         exec(compile(example, "README.md", "exec"), names)
         assert names["out"].shape == (513, 32, 128)
         assert torch.equal(cache.v(0)[3, 4095], v[512])
+
+
+def test_example_of_sharing_runs(capsys):
+    (example,) = (text for text in fences("python") if "share_prefix" in text)
+    exec(compile(example, "README.md", "exec"), {})
+    # Of 1000 tokens 31 pages of 32 tokens are whole, of 900 there are 28; four beams and one sharer, K and V.
+    assert int(capsys.readouterr().out) == (4 * 31 + 28) * 2 * (2 << 20)
+
+
+def test_table_of_sharing_is_computed():
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, flags=re.MULTILINE)
+    assert [model for model, *_ in rows] == list(MODELS)
+    for model, *shown in rows:
+        layers, heads, dim = MODELS[model]
+        layouts = [KVLayout(kind, layers, heads, dim, 2, 1, 8192, 2 << 20) for kind in get_args(LayoutKind)]
+        assert shown == [f"{layout.page_bytes / layout.row_bytes:.1f}" for layout in layouts]
+        whole = [next(n for n in range(1, 8192) if layout.whole_pages(n)) for layout in layouts]
+        assert whole == [math.ceil(layout.page_bytes / layout.row_bytes) for layout in layouts]
 
 
 def test_table_is_what_plan_prints(capsys):

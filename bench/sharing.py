@@ -1,0 +1,163 @@
+"""What does sharing a prefix cost, and what does it save? Time of a hit and of a fork, memory of many sharers.
+
+    python bench/sharing.py [--device cuda] [--quick]
+
+A hit is `share_prefix` into an empty slot, `done` the moment when its copy of the last rows is over; handles for those
+rows are ready in the pool, but for the first. On the host the model has 4 layers, so that the memory is real there too.
+What requests would hold without sharing is arithmetic; how many of them fit is counted by mapping them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import parser, percentiles, progress, show, write_result
+from spin import SHAPES, Device
+
+from slicedkv import SlicedKVCache
+
+Row = dict[str, Any]
+SHARERS = 64
+HOST_SHAPE = (4, 8, 128)
+
+
+class Setting:
+    """The device, the model's shape on it, and how often to measure."""
+
+    def __init__(self, device: Device, quick: bool) -> None:
+        self.device = device
+        self.shape = SHAPES["llama-3-8b"] if device.is_cuda else HOST_SHAPE
+        self.repeats = 20 if quick else 200
+        self.lengths = [1024, 8192] if quick else [1024, 4096, 16384, 32768, 65536]
+        self.long = 8192 if quick else 32768
+
+    def open(self, slots: int, max_seq_len: int, extent_pages: int) -> SlicedKVCache:
+        """A cache that maps only what is asked for."""
+        return self.device.cache(
+            self.shape, slots, max_seq_len, extent_pages=extent_pages, mapper="sync", reclaim_watermark=0.0
+        )
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.is_cuda:
+            torch.cuda.synchronize()
+
+    def prompt(self, cache: SlicedKVCache, tokens: int) -> int:
+        """A request with tokens whose last page is not full."""
+        reqid = cache.alloc_reqid()
+        if not cache.step({reqid: tokens}):
+            raise SystemExit(f"there is no memory for {tokens} tokens")
+        self.wait()
+        return reqid
+
+    def row(self, measure: str, extent_pages: int, tokens: int, **more: Any) -> Row:
+        """What every row tells."""
+        layers, heads, dim = self.shape
+        return {
+            "measure": measure,
+            "layers": layers,
+            "kv_heads": heads,
+            "head_dim": dim,
+            "extent_pages": extent_pages,
+            "tokens": tokens,
+            **more,
+        }
+
+
+def hits(setting: Setting, extent_pages: int, tokens: int) -> Row:
+    """Time of `share_prefix` until it returns, and until its copy is done."""
+    with setting.open(2, tokens + 64, extent_pages) as cache:
+        source = setting.prompt(cache, tokens + 20)
+        returned, done = [], []
+        for _ in range(setting.repeats):
+            target = cache.alloc_reqid()
+            begun = time.perf_counter()
+            if not cache.share_prefix(source, target, tokens + 10):
+                raise SystemExit("there is no memory for the last rows")
+            returned.append((time.perf_counter() - begun) * 1e6)
+            setting.wait()
+            done.append((time.perf_counter() - begun) * 1e6)
+            saved = cache.stats().saved_bytes
+            cache.free_reqid(target)
+    p50, p99 = percentiles(returned, 0.5, 0.99)
+    return setting.row(
+        "hit", extent_pages, tokens + 10, us_p50=p50, us_p99=p99, done_us_p50=median(done), saved_bytes=saved
+    )
+
+
+def forks(setting: Setting, extent_pages: int, count: int) -> Row:
+    """Time of `fork` of a long request."""
+    tokens = setting.long + 10
+    with setting.open(count + 1, tokens + 64, extent_pages) as cache:
+        source, taken = setting.prompt(cache, tokens), []
+        for _ in range(max(5, setting.repeats // count)):
+            begun = time.perf_counter()
+            reqids = cache.fork(source, count)
+            taken.append((time.perf_counter() - begun) * 1e6)
+            setting.wait()
+            for reqid in reqids:
+                cache.free_reqid(reqid)
+    return setting.row("fork", extent_pages, tokens, forks=count, us_p50=median(taken), us_max=max(taken))
+
+
+def memory(setting: Setting, extent_pages: int) -> Row:
+    """Memory of many requests with one long prefix, by the device's own count, and how many fit without sharing."""
+    tokens = setting.long + 10
+    with setting.open(SHARERS, tokens + 64, extent_pages) as cache:
+        driver, layout = cache.pool.driver, cache.layout
+        before = driver.memory_info().free_bytes
+        source = setting.prompt(cache, tokens)
+        cache.fork(source, SHARERS - 1)
+        setting.wait()
+        taken, stats = before - driver.memory_info().free_bytes, cache.stats()
+    with setting.open(SHARERS, tokens + 64, extent_pages) as cache:
+        fitting = 0
+        while fitting < SHARERS and cache.step({cache.alloc_reqid(): tokens}):
+            fitting += 1
+    return setting.row(
+        "memory",
+        extent_pages,
+        tokens,
+        requests=SHARERS,
+        created_bytes=stats.created_bytes,
+        **({"taken_from_device_bytes": taken} if setting.device.is_cuda else {}),  # others use the host's memory too
+        saved_bytes=stats.saved_bytes,
+        unshared_bytes=SHARERS * layout.bytes_for(tokens),
+        memory_limit_bytes=stats.memory_limit_bytes,
+        unshared_requests_that_fit=fitting,
+    )
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """All rows, with single pages and with extents."""
+    for extent_pages in (1, 16):
+        for tokens in setting.lengths:
+            progress(f"hits: {tokens} tokens, extents of {extent_pages} pages")
+            yield hits(setting, extent_pages, tokens)
+        for count in (1, 4, 16):
+            progress(f"forks: {count}, extents of {extent_pages} pages")
+            yield forks(setting, extent_pages, count)
+        progress(f"memory: {SHARERS} requests, extents of {extent_pages} pages")
+        yield memory(setting, extent_pages)
+
+
+def main() -> None:
+    """Measure, print each row as it comes, and write them."""
+    options = parser(__doc__ or "").parse_args()
+    rows = []
+    for row in measure(Setting(Device(options.device), options.quick)):
+        rows.append(row)
+        show(row)
+    print(write_result("sharing", options, rows))
+
+
+if __name__ == "__main__":
+    main()

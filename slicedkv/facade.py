@@ -1,0 +1,41 @@
+"""`Facade`: what the classes that make up the public face of a cache have in common, one class a topic.
+
+`SlicedKVCache` inherits all of them.
+"""
+
+from __future__ import annotations
+
+from .checks import check_int
+from .layout import KVLayout
+from .lifecycle import Closeable
+from .mapper import Mapper
+from .page_pool import PagePool
+from .state import CacheState
+
+__all__ = ["Facade"]
+
+
+class Facade(Closeable):
+    """The parts that every public call uses."""
+
+    _state: CacheState
+    _mapper: Mapper
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry: bytes and pages of a length, strides, capacity."""
+        return self._state.layout
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool of handles, to be shared with another cache."""
+        return self._state.pool
+
+    def _enter(self) -> None:
+        """Begin a call that changes something: raise what went wrong in the background since the last one."""
+        self._check_open()
+        if self._mapper.failure is not None:
+            self._mapper.raise_failure()
+
+    def _check_reqid(self, reqid: int) -> int:
+        return check_int("reqid", reqid, 0, self.layout.max_batch_size - 1)

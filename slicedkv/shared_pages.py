@@ -1,0 +1,161 @@
+"""`SharedPages`: which slots of one cache have the same handles mapped, and what follows from that.
+
+A handle is shared whole, by any number of slots, at the same pages of each, and only at the start of a slot's request.
+What a slot shares lies below a bound that is tightened when it is asked for: others may have let go meanwhile. Knows
+neither lengths, states nor drivers. Call with the gate's lock held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
+
+from .errors import StateError
+from .placement import Alias, Cut, Swap
+from .references import References
+from .segments import Segments
+
+__all__ = ["SharedPages"]
+
+
+class SharedPages:
+    """What the slots of one cache share.
+
+    Parameters
+    ----------
+    segments : sequence of Segments
+        What each slot has mapped; kept up by the owner.
+    references : References
+    planes : int
+
+    Attributes
+    ----------
+    alias_pages : int
+        Mappings of pages, over all planes, beyond the first of each page: what is mapped without memory of its own.
+    """
+
+    def __init__(self, segments: Sequence[Segments], references: References, planes: int) -> None:
+        self._segments = segments
+        self._references = references
+        self._planes = planes
+        self._bound = [0] * len(segments)  # no segment from here on is shared
+        self.alias_pages = 0
+
+    def add(self, alias: Alias) -> None:
+        """Note that a slot has an alias mapped at its start."""
+        self.alias_pages += alias.segments.pages * self._planes
+        for slot in (alias.slot, alias.source):
+            self._bound[slot] = max(self._bound[slot], len(alias.segments.sizes))
+
+    def cut(self, slot: int, first: int) -> None:
+        """Note that the segments from `first` on are gone."""
+        self._bound[slot] = min(self._bound[slot], first)
+
+    def loosen(self, slot: int) -> None:
+        """Note that segments of a slot were replaced."""
+        self._bound[slot] = len(self._segments[slot].sizes)
+
+    # --- what is shared ---------------------------------------------------------------------------------------------
+
+    def has(self, slot: int) -> bool:
+        """True when a slot has pages mapped that another slot has too."""
+        return bool(self.alias_pages) and self._tighten(slot) > 0
+
+    def end_page(self, slot: int) -> int:
+        """Pages per plane at the start of a slot that hold all that it shares."""
+        return sum(self._segments[slot].sizes[: self._tighten(slot)]) if self.alias_pages else 0
+
+    def _tighten(self, slot: int) -> int:
+        end = self._bound[slot]
+        while end and self._references.of(self._first_handle(slot, end - 1)) == 1:
+            end -= 1
+        self._bound[slot] = end
+        return end
+
+    def _first_handle(self, slot: int, index: int) -> int:
+        """The first plane's handle of a segment; all planes are shared alike."""
+        return self._segments[slot].handles[index * self._planes]
+
+    def mappings(self, slots: Iterable[int]) -> Counter[int]:
+        """Of each handle of the first plane, how often these slots map it; at least all that is shared."""
+        found: Counter[int] = Counter()
+        for slot in filter(self.has, slots):
+            found.update(self._segments[slot].handles[: self._bound[slot] * self._planes : self._planes])
+        return found
+
+    def alias_pages_of(self, slots: Iterable[int]) -> int:
+        """Of all the pages that these slots map, over all planes, those that unmapping them would not free."""
+        if not self.alias_pages:
+            return 0
+        sharers = list(filter(self.has, slots))
+        sizes = {
+            self._first_handle(slot, index): size
+            for slot in sharers
+            for index, size in enumerate(self._segments[slot].sizes[: self._bound[slot]])
+        }
+        counts = self.mappings(sharers)
+        kept = (size * (counts[h] - (counts[h] == self._references.of(h))) for h, size in sizes.items())
+        return sum(kept) * self._planes
+
+    def holders(self, swaps: Iterable[Swap]) -> dict[int, int]:
+        """Of each handle of the first plane that was replaced, a slot that still has it, at the same pages."""
+        replaced = {handle for swap in swaps for handle in swap.cut.segments.handles[:: self._planes]}
+        return {
+            handle: slot
+            for slot, segments in enumerate(self._segments)
+            for handle in replaced.intersection(segments.handles[:: self._planes])
+        }
+
+    # --- what must be replaced before it is written -----------------------------------------------------------------
+
+    def swaps(self, writes: Iterable[tuple[int, int, int]], ignored: Mapping[int, int]) -> list[Swap]:
+        """Segments to replace so that each slot has pages of its own where it writes; the last sharer keeps a page.
+
+        Parameters
+        ----------
+        writes : iterable of (int, int, int)
+            Slot, first page, end page.
+        ignored : mapping of int to int
+            Mappings of handles of the first plane that do not count.
+        """
+        left = Counter({handle: -count for handle, count in ignored.items()})
+        found: list[Swap] = []
+        for slot, first_page, end_page in writes:
+            shared: list[int] = []
+            ends = list(accumulate(self._segments[slot].sizes[: self._tighten(slot)]))
+            for index, end in enumerate(ends):
+                handle = self._first_handle(slot, index)
+                start = end - self._segments[slot].sizes[index]
+                if start < end_page and first_page < end and self._references.of(handle) + left[handle] > 1:
+                    left[handle] -= 1
+                    shared.append(index)
+            found.extend(self._joined(slot, shared, ends))
+        return found
+
+    def _joined(self, slot: int, shared: list[int], ends: list[int]) -> list[Swap]:
+        """Swaps of neighbouring segments made one."""
+        found: list[Swap] = []
+        for _, group in groupby(enumerate(shared), lambda pair: pair[1] - pair[0]):
+            indices = [index for _, index in group]
+            segments = self._segments[slot].part(indices[0], indices[-1] + 1)
+            end = ends[indices[-1]]
+            found.append(Swap(Cut(slot, end - segments.pages, end, segments), indices[0]))
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise `StateError` if a handle is mapped at two places of slots, or is shared above a slot's bound."""
+        places: dict[int, tuple[int, int]] = {}
+        mapped = unique = 0
+        for slot, segments in enumerate(self._segments):
+            starts = [0, *accumulate(segments.sizes)]
+            for index, handle in enumerate(segments.handles):
+                segment, plane = divmod(index, self._planes)
+                mapped += segments.sizes[segment]
+                unique += segments.sizes[segment] * (handle not in places)
+                if places.setdefault(handle, (plane, starts[segment])) != (plane, starts[segment]):
+                    raise StateError(f"slot {slot}: handle {handle} is mapped at other pages in another slot")
+                if self._references.of(handle) > 1 and segment >= self._bound[slot]:
+                    raise StateError(f"slot {slot}: page {starts[segment]} is shared, but not on purpose")
+        if mapped - unique != self.alias_pages:
+            raise StateError(f"{mapped - unique} pages are aliases, but {self.alias_pages} are counted")

@@ -1,0 +1,204 @@
+"""Sharing a prefix: one page, many requests. `PrefixSharing` is what callers see, `Sharer` does it.
+
+Requests share what lies at the start of a slot, at the same offset in every plane. Only whole handles (pages, or
+extents) that the prefix fills can be mapped twice; the rows behind the last of them are copied. With extents of 16
+pages up to 15 pages per plane are copied that single pages would have shared; `extent_pages=1` shares all whole pages.
+
+Shared pages are read-only for all that share them. `writing` says which rows a step lets a request write, and gives it
+its own copy of the pages that hold them. A page goes back to the pool when the last slot has let go of it; each slot
+does so behind its own fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .backing import Alias, Growth
+from .checks import check_int
+from .copying import Copier
+from .errors import ConfigError, OutOfPagesError, StateError
+from .facade import Facade
+from .growth import grow_now, new_pages
+from .mapper import Mapper
+from .reclaim import reclaim_slot, require_room
+from .requests import Requests
+from .state import CacheState
+
+__all__ = ["PrefixSharing", "Sharer"]
+
+
+class PrefixSharing(Facade):
+    """The public calls of `SlicedKVCache` that share a prefix."""
+
+    _sharer: Sharer
+
+    def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool:
+        """Give a request without tokens the first `num_tokens` tokens of another, sharing all whole pages of them.
+
+        Both go on, grow and end independently of each other. Afterwards `dst` has `num_tokens` tokens, as after a step
+        to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
+        writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
+        it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
+        over, the call waits for it, as it does for that of other freed requests when memory is short. Costs driver
+        time per handle shared, twice that of `step` for a page at most. `src` must not be freed meanwhile.
+
+        Parameters
+        ----------
+        src : int
+            An active request.
+        dst : int
+            An active request that has had no step yet, such as `alloc_reqid()` returns.
+        num_tokens : int
+            At least 1 and at most the length of `src` in its last step.
+
+        Returns
+        -------
+        bool
+            False: not enough memory for the rows to be copied and the guard rows; no request lost or got anything.
+
+        Raises
+        ------
+        ConfigError
+            An argument is no integer or out of range, or `src` is `dst`.
+        StateError
+            A request is not active; `dst` has tokens; `src` has fewer than `num_tokens`; the current stream is being
+            captured; device work did not end in time. Nothing was changed.
+        DriverError
+            The driver failed for another reason than memory; no request lost or got anything.
+        """
+        self._enter()
+        src, dst = self._check_reqid(src), self._check_reqid(dst)
+        return self._sharer.share(src, dst, check_int("num_tokens", num_tokens, 1, self.layout.max_seq_len))
+
+    def fork(self, reqid: int, n: int = 1) -> list[int]:
+        """Begin `n` requests with all tokens of another one, sharing all whole pages of them; return their reqids.
+
+        As `n` times `alloc_reqid` and `share_prefix`, all or nothing, in the slots that have the least to unmap.
+
+        Parameters
+        ----------
+        reqid : int
+            An active request; the length of its last step counts.
+        n : int
+            At least 1.
+
+        Raises
+        ------
+        OutOfSlotsError, OutOfPagesError
+            There are not `n` idle slots; not enough memory for the rows to be copied. Nothing was changed.
+        ConfigError, StateError, DriverError
+            As `share_prefix`.
+        """
+        self._enter()
+        return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
+
+
+class Sharer:
+    """Map pages of one request behind others too.
+
+    Parameters
+    ----------
+    state : CacheState
+    requests : Requests
+    mapper : Mapper
+    copier : Copier
+    """
+
+    def __init__(self, state: CacheState, requests: Requests, mapper: Mapper, copier: Copier) -> None:
+        self._state = state
+        self._requests = requests
+        self._mapper = mapper
+        self._copier = copier
+
+    def share(self, src: int, dst: int, num_tokens: int) -> bool:
+        """See `PrefixSharing.share_prefix`."""
+        state = self._state
+        with state.work("share_prefix"):
+            with state.gate.lock:
+                self._check(src, dst, num_tokens)
+            try:
+                self._share(src, [dst], num_tokens)
+            except OutOfPagesError:
+                return False
+        self._mapper.run_pending()
+        return True
+
+    def fork(self, src: int, count: int) -> list[int]:
+        """See `PrefixSharing.fork`."""
+        state = self._state
+        with state.work("fork"):
+            with state.gate.lock:
+                state.slots.require_active(src)
+                num_tokens = state.lengths.last(src)
+                slots = self._requests.begin_empty(count)
+            try:
+                if num_tokens:
+                    self._share(src, slots, num_tokens)
+            except BaseException:
+                with state.gate.lock:
+                    for slot in slots:
+                        self._requests.undo_begin(slot)
+                raise
+        self._mapper.run_pending()
+        return slots
+
+    def _check(self, src: int, dst: int, num_tokens: int) -> None:
+        """Refuse what cannot be shared. Lock held."""
+        slots, lengths = self._state.slots, self._state.lengths
+        slots.require_active(src)
+        slots.require_active(dst)
+        if src == dst:
+            raise ConfigError(f"src and dst are both reqid {src}; share with another request")
+        if lengths.touched[dst]:
+            raise StateError(
+                f"reqid {dst} has {lengths.touched[dst]} tokens already; share a prefix with a request that has had no "
+                "step, as alloc_reqid() returns"
+            )
+        if num_tokens > lengths.last(src):
+            raise StateError(
+                f"num_tokens is {num_tokens}, but reqid {src} has {lengths.last(src)} tokens; share at most those"
+            )
+
+    def _share(self, src: int, targets: Sequence[int], num_tokens: int) -> None:
+        """*token* Map the prefix behind all targets, or behind none and raise as `grow_now` does."""
+        state, layout = self._state, self._state.layout
+        state.pool.driver.record_fence()  # refuses a stream that is being captured, before anything is changed
+        with state.gate.lock:
+            shared = state.backing.first_segments(src, layout.whole_pages(num_tokens))
+            growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
+            aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
+            # All that the targets have mapped must go, also what was asked for ahead: it is asked for again below.
+            wanted = {slot: state.wanted.pop(slot) for slot in targets if slot in state.wanted}
+            state.claims = {src: state.backing.mapped(src)}
+        try:
+            require_room(state, new_pages(state, growths, ()))
+            for slot in targets:
+                reclaim_slot(state, slot, wait=True)
+            grow_now(state, growths, aliases)
+            self._fill(src, targets, shared.pages * layout.page_bytes, num_tokens)
+        finally:
+            with state.gate.lock:
+                state.claims = {}
+                state.wanted.update((slot, pages) for slot, pages in wanted.items() if state.slots.is_active(slot))
+                self._mapper.wake()
+
+    def _fill(self, src: int, targets: Sequence[int], first_byte: int, num_tokens: int) -> None:
+        """*token* Copy what is not shared, then note what the targets have; should that fail, they have nothing."""
+        state, layout = self._state, self._state.layout
+        end_byte, end_page = num_tokens * layout.row_bytes, layout.pages_for(num_tokens)
+        try:
+            for slot in targets:
+                self._copier.copy(src, slot, first_byte, end_byte)
+                if state.config.zero_on_reuse:
+                    self._copier.zero(slot, end_byte, end_page * layout.page_bytes)
+        except BaseException:
+            for slot in targets:
+                reclaim_slot(state, slot, wait=True)
+            raise
+        with state.gate.lock:
+            for slot in targets:
+                state.lengths.start(slot, num_tokens)
+                state.clean_pages[slot] = end_page
+                state.note_mapped(slot)
+                state.note_shared(slot)
+            state.note_shared(src)

@@ -1,0 +1,94 @@
+"""Copy on write: which pages a step lets a request write, and its own copy of those that it shares.
+
+`step` knows lengths only. A step of a request from its last length to another lets it write the rows from the shorter
+of the two up to the new length, and the guard rows behind that; all rows before are only to be read. So the pages that
+hold a part of those rows must be the request's own. To overwrite tokens, a request first makes a step to the length it
+keeps, then one to its new length. The length that `share_prefix` or `fork` gave counts as that of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from .backing import Growth, Swap
+from .copying import Copier
+from .growth import new_pages
+from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
+from .state import CacheState
+
+__all__ = ["CopyOnWrite"]
+
+
+class CopyOnWrite:
+    """Keep requests from writing into pages that they share.
+
+    Parameters
+    ----------
+    state : CacheState
+    copier : Copier
+    """
+
+    def __init__(self, state: CacheState, copier: Copier) -> None:
+        self._state = state
+        self._copier = copier
+
+    def swaps(self, lens: torch.Tensor, *, count_idle: bool) -> list[Swap]:
+        """What must be replaced before a step to `lens`, whether or not idle slots count as sharers. Lock held."""
+        state, writes = self._state, []
+        for slot in state.lengths.writers(lens):
+            state.note_shared(slot)
+            length = int(lens[slot])
+            end = min(length + state.layout.guard_tokens, state.layout.rows_per_slot)
+            writes.append((slot, *state.layout.page_span(min(state.lengths.last(slot), length), end)))
+        if not writes:
+            return []
+        shared = state.backing.shared
+        return shared.swaps(writes, {} if count_idle else shared.mappings(state.slots.idle))
+
+    def make_way(self, lens: torch.Tensor, growths: Sequence[Growth]) -> list[Swap]:
+        """*token* Return what a step must replace, when nothing on the device uses it any more.
+
+        Waits, for a bounded time, for the work queued on the current stream and for that of freed requests, whose slots
+        let go of what they share: the last sharer need not copy.
+
+        Raises
+        ------
+        OutOfPagesError
+            There is not enough memory for it and for `growths`; nothing was changed.
+        StateError
+            The device work did not end in time, or the current stream is being captured.
+        """
+        state = self._state
+        with state.gate.lock:
+            if not self.swaps(lens, count_idle=True):
+                return []
+            swaps = self.swaps(lens, count_idle=False)
+            idle = list(filter(state.backing.shared.has, state.slots.idle))
+        require_room(state, new_pages(state, growths, swaps))
+        if swaps:
+            wait_for(state, state.pool.driver.record_fence(), "device work on a page that a step must copy")
+        for swap in swaps:
+            wait_for_slot(state, swap.cut.slot)
+        for slot in idle:
+            reclaim_slot(state, slot, wait=True)
+        return swaps
+
+    def copy(self, swaps: Sequence[Swap]) -> None:
+        """*token* Queue copies of what was replaced, from another slot that still has it mapped."""
+        if not swaps:
+            return
+        state, page_bytes = self._state, self._state.layout.page_bytes
+        with state.gate.lock:
+            holders = state.backing.shared.holders(swaps)
+            for slot in {swap.cut.slot for swap in swaps}:
+                state.note_shared(slot)
+        for cut, _ in swaps:
+            page = cut.first_page
+            sources = [holders[handle] for handle in cut.segments.handles[:: cut.segments.planes]]
+            for source, group in groupby(zip(sources, cut.segments.sizes, strict=True), lambda pair: pair[0]):
+                end = page + sum(size for _, size in group)
+                self._copier.copy(source, cut.slot, page * page_bytes, end * page_bytes)
+                page = end

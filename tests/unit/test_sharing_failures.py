@@ -1,0 +1,174 @@
+"""Sharing over a driver that fails at every call: nothing is lost, and all of it works afterwards (cases B4, B5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rig import QUIET, TOKENS, Rig, mapped
+
+from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
+
+SHARED = 4 * TOKENS + 5
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig() as opened:
+        yield opened
+        opened.fake.finish_fences()
+
+
+def totals(cache: SlicedKVCache) -> tuple[Any, ...]:
+    stats = cache.stats()
+    names = ("mapped_bytes", "created_bytes", "free_bytes", "used_bytes", "saved_bytes", "shared_bytes", "active_slots")
+    mappings = [mapped(cache, reqid) for reqid in range(cache.layout.max_batch_size)]
+    return *(getattr(stats, name) for name in names), mappings, cache.pages_available()
+
+
+def sweep(rig: Rig, cache: SlicedKVCache, op: str, call: Callable[[], object]) -> int:
+    """Fail the k-th call of `op` for every k until `call` succeeds; nothing may change before. Return the failures."""
+    failures = 0
+    while True:
+        before = totals(cache)
+        rig.driver.heal()
+        rig.driver.fail(op, at=failures + 1)
+        try:
+            call()
+        except DriverError as error:
+            if error.op != op:
+                raise
+        else:
+            rig.driver.heal()
+            cache.check_integrity()
+            return failures
+        assert totals(cache) == before
+        cache.check_integrity()
+        failures += 1
+
+
+@pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
+@pytest.mark.parametrize("op", ["create", "map", "set_access"])
+def test_sharing_that_fails_at_any_call_changes_nothing(rig: Rig, layout: str, op: str) -> None:
+    cache = rig.open(layout=layout, num_layers=2 if layout == "per_layer" else 32, max_batch_size=5, **QUIET)
+    pages, planes = 3, cache.layout.num_planes
+    tokens = cache.layout.tokens_backed(pages) - 3
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: tokens})
+    expected = planes if op == "create" else pages * planes
+    assert sweep(rig, cache, op, lambda: cache.share_prefix(source, target, tokens)) == expected
+    assert cache.stats().saved_bytes == (pages - 1) * planes * cache.layout.page_bytes
+    assert sweep(rig, cache, op, lambda: cache.fork(target, 2)) == 2 * expected
+    assert cache.stats().active_slots == 4
+    cache.close()
+
+
+@pytest.mark.parametrize("op", ["create", "map", "set_access", "unmap"])
+def test_a_copy_that_fails_at_any_call_changes_nothing(rig: Rig, op: str) -> None:
+    cache = rig.open(**QUIET)
+    source, other = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED, other: 1})
+    (target,) = cache.fork(source)
+    assert cache.step({source: 1, target: 1})
+    lens = {source: 2 * TOKENS + 1, target: TOKENS + 1, other: 3 * TOKENS}
+    # Of the three pages that the first writes the second writes two as well: it keeps those.
+    calls = {"create": (3 + 2) * 2, "map": (3 + 2) * 2, "set_access": (3 + 2) * 2, "unmap": 2}
+    assert sweep(rig, cache, op, lambda: cache.step(lens)) == calls[op]
+    assert cache.stats().pages_copied == 3 * 2
+    cache.close()
+
+
+@pytest.mark.parametrize("op", ["map", "set_access", "create"])
+def test_out_of_memory_in_any_call_is_no_error(rig: Rig, op: str) -> None:
+    cache = rig.open(**QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    before = totals(cache)
+    rig.driver.fail(op, name="CUDA_ERROR_OUT_OF_MEMORY", times=1000)
+    assert cache.share_prefix(source, target, SHARED) is False
+    with pytest.raises(OutOfPagesError):
+        cache.fork(source)
+    rig.driver.heal()
+    assert totals(cache) == before
+    assert cache.share_prefix(source, target, SHARED)
+    assert cache.step({target: 10})
+    before = totals(cache)
+    tries = {"create": (1, 2)}.get(op, (1, 2 + cache.layout.num_planes))  # in between the old pages are mapped back
+    for at in tries:
+        rig.driver.fail(op, at=at, name="CUDA_ERROR_OUT_OF_MEMORY")
+    assert cache.step({target: 11}) is False
+    assert totals(cache) == before
+    assert cache.step({target: 11})
+    cache.close()
+
+
+def test_slots_that_can_be_neither_copied_nor_restored_are_lost(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    source = cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    (target,) = cache.fork(source)
+    assert cache.step({target: 10})
+    rig.driver.fail("map", times=100)
+    with pytest.raises(StateError, match=rf"reqid {target}: pages \[0, 1\) could neither be unmapped nor mapped back"):
+        cache.step({target: 11})
+    rig.driver.heal()
+    assert cache.stats().active_slots == 1
+    with pytest.raises(StateError, match=f"reqid {target} is not active"):
+        cache.step({target: 11})
+    assert cache.step({source: SHARED + 1})
+    cache.close()
+
+
+def test_pages_that_give_way_before_a_failure_are_free(rig: Rig) -> None:
+    cache = rig.open(max_batch_size=2, **QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED, target: 7 * TOKENS})
+    cache.free_reqid(target)
+    assert cache.alloc_reqid() == target
+    rig.driver.fail("unmap", at=2)
+    with pytest.raises(DriverError):
+        cache.share_prefix(source, target, SHARED)
+    assert mapped(cache, target) == 7
+    rig.driver.fail("map")
+    with pytest.raises(DriverError):
+        cache.share_prefix(source, target, SHARED)
+    cache.check_integrity()
+    assert (mapped(cache, target), cache.stats().free_bytes) == (0, 14 * cache.layout.page_bytes)
+    assert cache.share_prefix(source, target, SHARED)
+    cache.close()
+
+
+def test_a_copy_of_rows_that_fails_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = rig.open(**QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    before = totals(cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(cache._sharer._copier, "copy", lambda *arguments: 1 // 0)
+        for call in (lambda: cache.share_prefix(source, target, SHARED), lambda: cache.fork(source, 2)):
+            with pytest.raises(ZeroDivisionError):
+                call()
+            after = totals(cache)
+            assert (*after[:1], *after[3:]) == (*before[:1], *before[3:]), "but for handles that are free now"
+            cache.check_integrity()
+    assert cache.share_prefix(source, target, SHARED)
+    cache.close()
+
+
+def test_a_source_that_ends_meanwhile_is_not_taken_back(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    rig.fake.total_bytes = rig.fake.created_bytes
+    cache.pool.gate.timeout_s = 0.05  # the mapper's work on this thread, which the call in the call asks for, can wait
+
+    def end_source(op: str, args: tuple[Any, ...]) -> None:
+        rig.driver.on_call = None
+        cache.free_reqid(source)
+
+    rig.driver.on_call = end_source
+    assert cache.share_prefix(source, target, SHARED) is False, "no memory but that which is to be shared"
+    assert (mapped(cache, source), mapped(cache, target)) == (5, 0)
+    cache.check_integrity()
+    cache.close()

@@ -1,0 +1,143 @@
+"""What counts as available when pages are shared, and that all of it comes back (cases B3, E3, E4)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from rig import QUIET, TOKENS, Rig, mapped
+
+from slicedkv import OutOfPagesError, StateError
+
+SHARED = 4 * TOKENS + 5
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig() as opened:
+        yield opened
+        opened.fake.finish_fences()
+
+
+def test_what_idle_sharers_hold_is_available_once_or_not_at_all(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    cache.set_memory_limit(20 * cache.layout.page_bytes)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    reqids = [source, *cache.fork(source, 2)]
+    rig.fake.hold_fences = True
+    for freed, available in zip(reqids, (12, 12, 20), strict=True):
+        cache.free_reqid(freed)
+        assert cache.pages_available() == available
+        stats = cache.stats()
+        assert stats.active_bytes == (8 if available == 12 else 0) * stats.page_bytes
+        assert stats.active_bytes + stats.idle_bytes == stats.mapped_bytes == 8 * stats.page_bytes
+        assert cache.can_admit(available // 2 * TOKENS)
+        assert not cache.can_admit(available // 2 * TOKENS + 1)
+    rig.fake.finish_fences()
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: 10 * TOKENS}), "all of it"
+    cache.close()
+
+
+def test_memory_is_taken_from_idle_sharers_but_not_from_active_ones(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    cache.set_memory_limit(12 * cache.layout.page_bytes)
+    source, other = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS, other: 1})
+    first, second = cache.fork(source, 2)
+    cache.free_reqid(first)
+    assert cache.step({other: 2 * TOKENS})
+    assert cache.step({other: 2 * TOKENS + 1}) is False
+    with pytest.raises(OutOfPagesError):
+        cache.set_memory_limit(11 * cache.layout.page_bytes)
+    cache.free_reqid(source)
+    assert cache.step({other: 2 * TOKENS + 1}) is False, "the last sharer holds them all"
+    cache.free_reqid(second)
+    assert cache.step({other: 6 * TOKENS})
+    cache.set_memory_limit(30 * cache.layout.page_bytes)
+    assert cache.step({other: 15 * TOKENS})
+    cache.close()
+
+
+def test_staggered_ends_then_trim_leave_what_is_held(rig: Rig) -> None:
+    cache = rig.open(max_batch_size=9, **QUIET)
+    page = cache.layout.page_bytes * cache.layout.num_planes
+    source = cache.alloc_reqid()
+    for round_ in range(16):
+        assert cache.step({source: SHARED})
+        reqids = [source, *cache.fork(source, 8)]
+        for left in range(8, 0, -1):
+            cache.free_reqid(reqids.pop(round_ % len(reqids)))
+            cache.trim()
+            assert cache.stats().created_bytes == cache.stats().active_bytes == (4 + left) * page
+        cache.free_reqid(reqids[0])
+        cache.trim()
+        assert rig.driver.counts["create"] == rig.driver.counts["release"]
+        source = cache.alloc_reqid()
+    cache.close()
+
+
+def test_eager_pages_are_not_built_on_shared_ones(rig: Rig) -> None:
+    cache = rig.open(eager_tokens=TOKENS, max_batch_size=2, mapper="sync", reclaim_watermark=0.0)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    (target,) = cache.fork(source)
+    rig.fake.hold_fences = True
+    cache.free_reqid(source)
+    assert (mapped(cache, source), cache.stats().eager_bytes) == (4, 0)
+    rig.fake.finish_fences()
+    assert cache.step({target: 4 * TOKENS + 1})
+    assert mapped(cache, source) == 1, "parted, then mapped for the next request"
+    cache.close()
+
+
+@pytest.mark.parametrize("broken", ["a shared page that is not known as such", "an alias that is not counted"])
+def test_broken_books_are_found(rig: Rig, broken: str) -> None:
+    cache = rig.open(**QUIET)
+    source = cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    cache.fork(source)
+    shared = cache._state.backing.shared
+    if broken.startswith("an alias"):
+        shared.alias_pages += 1
+        with pytest.raises(StateError, match="8 pages are aliases, but 9 are counted"):
+            cache.check_integrity()
+        shared.alias_pages -= 1
+    else:
+        bound, shared._bound[source] = shared._bound[source], 1
+        with pytest.raises(StateError, match="page 1 is shared, but not on purpose"):
+            cache.check_integrity()
+        shared._bound[source] = bound
+    cache.check_integrity()
+    cache.close()
+
+
+def test_threads_share_and_free_at_once(rig: Rig) -> None:
+    cache = rig.open(max_batch_size=16)
+    source = cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(40):
+                children = cache.fork(source, 3)
+                assert cache.step(dict.fromkeys(children, SHARED + 40))
+                assert cache.step({children[0]: TOKENS})
+                assert cache.step({children[0]: TOKENS + 1})
+                for reqid in children:
+                    cache.free_reqid(reqid)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    cache.check_integrity()
+    assert cache.stats().active_slots == 1
+    cache.close()
