@@ -16,21 +16,24 @@ from .checks import check_int
 from .config import CacheConfig, MapperKind
 from .layout import KVLayout, LayoutKind
 from .lengths import SeqLens, parse_seq_lens
-from .lifecycle import Closeable, abandon, open_state, shut_down
+from .lifecycle import abandon, open_state, shut_down
 from .mapper import Mapper
+from .movable import MovableMemory
 from .page_pool import PagePool
 from .planner import Planner
-from .reclaim import available_pages, set_memory_limit, trim_slots
+from .reclaim import available_pages, has_room, set_memory_limit, trim_slots
 from .requests import Requests
+from .rows import RowMover
 from .stats import CacheStats
 from .stepping import Stepper
+from .swap import Swapper
 from .views import KVViews
 from .zeroing import Zeroer
 
 __all__ = ["SlicedKVCache"]
 
 
-class SlicedKVCache(Closeable):
+class SlicedKVCache(MovableMemory):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
     Every public method may be called from any thread. None waits for the GPU unless it says so.
@@ -70,6 +73,7 @@ class SlicedKVCache(Closeable):
         reclaim_watermark: float = 0.1,
         guard_tokens: int = 0,
         zero_on_reuse: bool = False,
+        swap_limit: int | float | str | None = None,
         pool: PagePool | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in {"self", "pool", "__class__"}}
@@ -86,6 +90,7 @@ class SlicedKVCache(Closeable):
         self._stepper = Stepper(self._state, self._mapper)
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
+        self._swapper = Swapper(self._state, self._requests, RowMover(self._state, self._zeroer))
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
         self._refusal = None
@@ -234,26 +239,20 @@ class SlicedKVCache(Closeable):
         """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
         self._check_open()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
-        if self._has_room(pages):
+        if has_room(self._state, pages):
             return True
         with self._state.work("can_admit"):  # pages on their way into a margin are in no book: look again without any
-            return self._has_room(pages)
-
-    def _has_room(self, pages: int) -> bool:
-        with self._gate.lock:
-            state = self._state
-            promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-            room = available_pages(state) - promised * self.layout.num_planes
-            return bool(state.slots.idle) and pages * self.layout.num_planes <= room
+            return has_room(self._state, pages)
 
     def trim(self) -> int:
-        """Give idle, lookahead, eager and free memory back to the device; return the bytes given back.
+        """Give idle, lookahead, eager and free memory back to the device, and unused host memory to the system.
 
-        Waits, for a bounded time, for device work of freed requests.
+        Returns the bytes given back to the device. Waits, for a bounded time, for device work of freed requests.
         """
         self._enter()
         with self._state.work("trim"):
             trim_slots(self._state)
+            self._state.host.trim()
             return self.pool.trim() * self.layout.page_bytes
 
     def set_memory_limit(self, num_bytes: int) -> None:

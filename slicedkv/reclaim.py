@@ -12,7 +12,16 @@ from typing import NamedTuple
 from .errors import OutOfPagesError, StateError
 from .state import CacheState
 
-__all__ = ["available_pages", "next_slot", "reclaim_slot", "set_memory_limit", "take_back", "trim_slots", "victims"]
+__all__ = [
+    "available_pages",
+    "has_room",
+    "next_slot",
+    "reclaim_slot",
+    "set_memory_limit",
+    "take_back",
+    "trim_slots",
+    "victims",
+]
 
 _FENCE_TIMEOUT_S = 4.0
 
@@ -45,6 +54,14 @@ def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
     margin = sum(victim.pages for victim in victims(state))
     return state.pool.available_pages + margin * state.layout.num_planes
+
+
+def has_room(state: CacheState, pages: int) -> bool:
+    """True when a slot is idle and `pages` more pages per plane can be had beside what requests were promised."""
+    with state.gate.lock:
+        promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
+        room = available_pages(state) - promised * state.layout.num_planes
+        return bool(state.slots.idle) and pages * state.layout.num_planes <= room
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
@@ -86,13 +103,15 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
         reclaim_slot(state, victim.slot, wait=True)
 
 
-def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
+def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 0) -> int:
     """*token* Unmap what a slot holds beyond its request's own pages; return the pages freed over all planes.
 
     Parameters
     ----------
     wait : bool
         Wait for device work that may still use the pages; otherwise leave them and return 0.
+    keep_pages : int
+        Pages per plane to leave in any case.
 
     Raises
     ------
@@ -111,7 +130,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
         if fence is not None and not driver.fence_done(fence):
             return 0
         state.slots.clear_fences((slot,))
-        cut = state.strike(slot)
+        cut = state.strike(slot, keep_pages)
     if cut is None:
         return 0
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .mapper import Mapper
 from .planner import Planner
 from .state import CacheState
+from .vmm.base import Fence
 
 __all__ = ["Requests"]
 
@@ -27,8 +28,11 @@ class Requests:
         self._planner = planner
         self._mapper = mapper
 
-    def begin(self, seq_len: int) -> int:
-        """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`."""
+    def begin(self, seq_len: int, *, told: bool = True) -> int:
+        """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`.
+
+        With `told` the mapper maps them; otherwise the caller does, or calls `undo`.
+        """
         state = self._state
         pages = state.layout.pages_for(seq_len)
         with state.gate.lock:
@@ -41,7 +45,7 @@ class Requests:
             state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
             state.note_mapped(slot)
             state.clean_pages[slot] = 0
-            if seq_len:
+            if seq_len and told:
                 state.wanted[slot] = pages
                 self._planner.note_prompt(seq_len)
             self._mapper.wake()
@@ -55,12 +59,18 @@ class Requests:
             state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
             self._mapper.wake()
 
-    def end(self, slot: int) -> None:
-        """Make an active slot idle behind a fence; its pages stay."""
+    def undo(self, slot: int) -> None:
+        """Make a slot idle that was activated for nothing; work of the request before may still run."""
+        with self._state.gate.lock:
+            self._state.slots.deactivate(slot)
+            self._state.lengths.reset(slot)
+
+    def end(self, slot: int, fence: Fence | None = None) -> None:
+        """Make an active slot idle behind a fence, by default one recorded now; its pages stay."""
         state = self._state
         with state.gate.lock:
             state.slots.require_active(slot)
-            state.slots.release(slot, state.pool.driver.record_fence())
+            state.slots.release(slot, state.pool.driver.record_fence() if fence is None else fence)
             state.lengths.reset(slot)
             state.wanted.pop(slot, None)
             state.unscheduled = True

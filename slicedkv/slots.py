@@ -99,6 +99,11 @@ class SlotTable:
         self._idle.add(slot)
         self._fences[slot] = fence
 
+    def deactivate(self, slot: int) -> None:
+        """Undo `activate`: no work of a new request was submitted."""
+        self._active.remove(slot)
+        self._idle.add(slot)
+
     def lose(self, slot: int) -> None:
         """Never hand out `slot` again."""
         self._idle.discard(slot)

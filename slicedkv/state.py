@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from .backing import Backing, Cut
 from .config import CacheConfig
+from .copy_meter import CopyMeter
 from .errors import StateError
 from .gate import Gate
+from .host_pool import HostPool
 from .layout import KVLayout
 from .lengths import LengthTable
 from .lookahead import Pace
@@ -30,6 +32,8 @@ class CacheState:
 
     Attributes
     ----------
+    host : HostPool
+        Host memory for rows that are not in a slot.
     owns_pool : bool
         The pool and its driver end with this cache.
     wanted : dict of int to int
@@ -52,6 +56,8 @@ class CacheState:
     backing: Backing
     slots: SlotTable
     lengths: LengthTable
+    host: HostPool
+    meter: CopyMeter
     owns_pool: bool = True
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
@@ -83,9 +89,12 @@ class CacheState:
         keep = max(claim, self.keep_pages(slot))
         return self.backing.shrinkable(slot, keep) if self.backing.mapped(slot) > keep else 0
 
-    def strike(self, slot: int) -> Cut | None:
-        """Strike what a slot can spare off all books; `Backing.unmap` must follow, then `note_mapped` if it fails."""
-        cut = self.backing.detach(slot, self.keep_pages(slot))
+    def strike(self, slot: int, keep: int = 0) -> Cut | None:
+        """Strike what a slot can spare beyond `keep` pages per plane off all books.
+
+        `Backing.unmap` must follow, then `note_mapped` if it fails.
+        """
+        cut = self.backing.detach(slot, max(keep, self.keep_pages(slot)))
         self.clean_pages[slot] = min(self.clean_pages[slot], self.backing.mapped(slot))
         self.eager.pop(slot, None)
         self.note_mapped(slot)
@@ -142,6 +151,9 @@ class CacheState:
             eager_bytes=sum(self.eager.values()) * plane_page_bytes,
             active_slots=len(active),
             idle_slots=len(self.slots.idle),
+            swapped_bytes=self.host.used_bytes,
+            host_bytes=self.host.created_bytes,
+            copy_bytes_per_s=self.meter.bytes_per_s,
             **self.counters.as_dict(),  # type: ignore[arg-type]
         )
 
@@ -155,6 +167,7 @@ class CacheState:
         """
         self.backing.check_integrity()
         self.pool.check_integrity()
+        self.host.check_integrity()
         for slot in range(self.layout.max_batch_size):
             backed = self.lengths.backed[slot]
             mapped = self.backing.mapped(slot)

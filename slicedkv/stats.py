@@ -45,6 +45,8 @@ class Counters:
     pages_reused: int = 0
     pages_reclaimed: int = 0
     extents_mapped: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
     last_step: StepRecord = field(default_factory=lambda: StepRecord(ok=True))
 
     def as_dict(self) -> dict[str, int | float | StepRecord]:
@@ -76,6 +78,10 @@ class CacheStats:
     eager_bytes : int
         The part of idle_bytes mapped for a request that is not here yet.
     active_slots, idle_slots : int
+    swapped_bytes, host_bytes : int
+        Host memory of swapped-out rows; host memory taken for them, used or not.
+    copy_bytes_per_s : float
+        Measured speed of copies between device and host, 0 before the first is done.
     steps : int
         Calls of `step`.
     stalls, stall_us : int, float
@@ -90,6 +96,8 @@ class CacheStats:
         Pages unmapped to be used elsewhere.
     extents_mapped : int
         Mappings made with one handle of several pages.
+    swaps_out, swaps_in : int
+        Requests that went to host memory, and that came back.
     last_step : StepRecord
     """
 
@@ -106,6 +114,9 @@ class CacheStats:
     eager_bytes: int
     active_slots: int
     idle_slots: int
+    swapped_bytes: int
+    host_bytes: int
+    copy_bytes_per_s: float
     steps: int
     stalls: int
     stall_us: float
@@ -118,6 +129,8 @@ class CacheStats:
     pages_reused: int
     pages_reclaimed: int
     extents_mapped: int
+    swaps_out: int
+    swaps_in: int
     last_step: StepRecord
 
     @property

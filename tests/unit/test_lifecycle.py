@@ -59,6 +59,8 @@ USES: dict[str, Callable[[SlicedKVCache], object]] = {
     "pages_needed": lambda cache: cache.pages_needed({0: 1}),
     "pages_available": lambda cache: cache.pages_available(),
     "can_admit": lambda cache: cache.can_admit(1),
+    "swap_out": lambda cache: cache.swap_out(0),
+    "swap_in": lambda cache: cache.swap_in(None),
     "trim": lambda cache: cache.trim(),
     "set_memory_limit": lambda cache: cache.set_memory_limit(PAGE),
     "stats": lambda cache: cache.stats(),
