@@ -178,8 +178,8 @@ class Backing:
         self._mapped[slot] = keep
         return Cut(slot, keep, end, segments)
 
-    def unmap(self, cut: Cut) -> int:
-        """*token* Unmap what `detach` struck off and return the pages that became free, over all planes.
+    def unmap(self, *cuts: Cut) -> int:
+        """*token* Unmap what `detach` struck off, all or nothing; return the pages that became free, over all planes.
 
         The caller has made sure that no work that uses them is left on the device.
 
@@ -188,32 +188,38 @@ class Backing:
         DriverError
             The pages are mapped, and on the books, as before.
         StateError
-            The driver failed twice, in unmapping and in mapping back: what the slot has mapped is unknown. It is on
-            the books as before; the slot must not be used again.
+            The driver failed twice, in unmapping and in mapping back: what the slots have mapped is unknown. It is on
+            the books as before; the slots must not be used again.
         """
         try:
-            self._unmap(cut)
+            self._unmap(cuts)
         except BaseException:
             with self.pool.gate.lock:
-                self._segments[cut.slot].extend(cut.segments)
-                self._mapped[cut.slot] = cut.end_page
+                for cut in cuts:
+                    self._segments[cut.slot].extend(cut.segments)
+                    self._mapped[cut.slot] = cut.end_page
             raise
         with self.pool.gate.lock:
-            return self.pool.give_back(cut.segments.by_size())
+            return sum(self.pool.give_back(cut.segments.by_size()) for cut in cuts)
 
-    def _unmap(self, cut: Cut) -> None:
-        """Unmap a range in every plane; on failure map the planes already done back."""
-        ranges = [plane.mapped_range(cut.slot, cut.first_page, cut.end_page) for plane in self.reservations]
+    def _unmap(self, cuts: Sequence[Cut]) -> None:
+        """Unmap ranges in every plane; on failure map what was unmapped back."""
+        planes = len(self.reservations)
+        ranges = [p.mapped_range(cut.slot, cut.first_page, cut.end_page) for cut in cuts for p in self.reservations]
         try:
             self.pool.driver.unmap_batch(ranges)
         except DriverError as error:
-            done = ranges[: error.completed]
+            runs: list[Run] = []
+            for index, cut in enumerate(cuts):
+                done = ranges[index * planes : min((index + 1) * planes, error.completed)]
+                runs.extend(runs_over(done, cut.segments, self.layout.page_bytes))
             try:
-                self.pool.driver.map_batch(list(runs_over(done, cut.segments, self.layout.page_bytes)))
+                self.pool.driver.map_batch(runs)
             except DriverError as second:
+                pages = ", ".join(f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page})" for cut in cuts)
                 raise StateError(
-                    f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page}) could neither be unmapped nor mapped "
-                    f"back ({second}); the slot is out of use until the cache is closed"
+                    f"{pages} could neither be unmapped nor mapped back ({second}); out of use until the cache is "
+                    "closed"
                 ) from error
             raise
 

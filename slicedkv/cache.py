@@ -20,8 +20,9 @@ from .lifecycle import abandon, open_state, shut_down
 from .mapper import Mapper
 from .movable import MovableMemory
 from .page_pool import PagePool
+from .pause import Pauser
 from .planner import Planner
-from .reclaim import available_pages, has_room, set_memory_limit, trim_slots
+from .reclaim import available_pages, has_room, set_memory_limit, trim
 from .requests import Requests
 from .rows import RowMover
 from .stats import CacheStats
@@ -90,7 +91,9 @@ class SlicedKVCache(MovableMemory):
         self._stepper = Stepper(self._state, self._mapper)
         self._zeroer = Zeroer(self._state, self._views) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
-        self._swapper = Swapper(self._state, self._requests, RowMover(self._state, self._zeroer))
+        mover = RowMover(self._state, self._zeroer)
+        self._swapper = Swapper(self._state, self._requests, mover)
+        self._pauser = Pauser(self._state, self._mapper, mover)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
         self._refusal = None
@@ -183,9 +186,6 @@ class SlicedKVCache(MovableMemory):
         self._requests.end(self._check_reqid(reqid))
         self._mapper.run_pending()
 
-    def _check_reqid(self, reqid: int) -> int:
-        return check_int("reqid", reqid, 0, self.layout.max_batch_size - 1)
-
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def step(self, seq_lens: SeqLens) -> bool:
@@ -241,7 +241,7 @@ class SlicedKVCache(MovableMemory):
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         if has_room(self._state, pages):
             return True
-        with self._state.work("can_admit"):  # pages on their way into a margin are in no book: look again without any
+        with self._state.work("can_admit", paused=True):  # what is on its way into a margin is in no book: look again
             return has_room(self._state, pages)
 
     def trim(self) -> int:
@@ -251,9 +251,7 @@ class SlicedKVCache(MovableMemory):
         """
         self._enter()
         with self._state.work("trim"):
-            trim_slots(self._state)
-            self._state.host.trim()
-            return self.pool.trim() * self.layout.page_bytes
+            return trim(self._state) * self.layout.page_bytes
 
     def set_memory_limit(self, num_bytes: int) -> None:
         """Change the memory limit, giving memory above it back to the device. Waits as `trim` does.
@@ -282,7 +280,7 @@ class SlicedKVCache(MovableMemory):
             An invariant is broken; the message says which.
         """
         self._check_open()
-        with self._state.work("check_integrity"), self._gate.lock:
+        with self._state.work("check_integrity", paused=True), self._gate.lock:
             self._state.check_integrity()
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -1,30 +1,35 @@
 """`MovableMemory`: the part of `SlicedKVCache` that moves requests' memory out of the way and back.
 
-Checks what the facade checks and asks `swap`; knows nothing else of a cache.
+Checks what the facade checks and asks `swap` and `pause`; knows nothing else of a cache.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
+from .checks import check_bool, check_int
 from .lifecycle import Closeable
 from .mapper import Mapper
+from .pause import Pauser
+from .state import CacheState
 from .swap import SwapHandle, Swapper
 
 __all__ = ["MovableMemory"]
 
 
 class MovableMemory(Closeable):
-    """Swap requests out and in."""
+    """Swap requests out and in; pause and resume."""
 
+    _state: CacheState
     _mapper: Mapper
+    _pauser: Pauser
     _swapper: Swapper
 
     @abstractmethod
     def _enter(self) -> None: ...
 
-    @abstractmethod
-    def _check_reqid(self, reqid: int) -> int: ...
+    def _check_reqid(self, reqid: int) -> int:
+        return check_int("reqid", reqid, 0, self._state.layout.max_batch_size - 1)
 
     def swap_out(self, reqid: int) -> SwapHandle:
         """Copy a request's K and V to host memory and end it here; `swap_in` brings it back.
@@ -82,3 +87,48 @@ class MovableMemory(Closeable):
         reqid = self._swapper.swap_in(handle)
         self._mapper.run_pending()
         return reqid
+
+    def pause(self, *, offload: bool = False) -> int:
+        """Give memory back to the device until `resume`, keeping addresses, views and captured graphs valid.
+
+        Idle, lookahead, eager and free memory is given back and no more is mapped ahead. With `offload` active requests
+        go to host memory as well, and nothing is left on the device. Until `resume` every call that would change
+        something raises `StateError`; `stats`, `close` and other readers work. Waits for all work of the device and for
+        the copies. Requests' rows must not be read or written meanwhile: after `offload` that faults.
+
+        Returns
+        -------
+        int
+            Bytes given back to the device.
+
+        Raises
+        ------
+        CapacityError
+            Host memory is short, in bytes; nothing was changed.
+        StateError
+            The cache is paused already; device work or a copy did not end in time; the current stream is being
+            captured.
+        DriverError
+            The driver failed; no request lost anything and the cache is not paused, or, where the driver failed again
+            in undoing it, a `StateError` says that it is.
+        """
+        self._enter()
+        return self._pauser.pause(offload=check_bool("offload", offload))
+
+    def resume(self) -> None:
+        """Undo `pause`: bring requests back to their slots, at their lengths, and serve again.
+
+        Kernels launched on the current stream after this call see the rows. Waits as `step` does, not for the copies.
+
+        Raises
+        ------
+        OutOfPagesError
+            The device has no memory for the requests now; the cache stays paused and nothing was changed.
+        StateError
+            The cache is not paused.
+        DriverError
+            The driver failed; the cache stays paused.
+        """
+        self._enter()
+        self._pauser.resume()
+        self._mapper.run_pending()

@@ -61,6 +61,8 @@ class Planner:
 
     def next(self) -> Work | None:
         """Return the next batch, or None when there is nothing to do or no memory to do it. Lock held."""
+        if self.state.paused:
+            return None
         if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
         for propose in (self._prefetch, self._lookahead, self._eager, self._stock, self._reclaim):
@@ -175,7 +177,8 @@ class Planner:
 
     def awaits_device(self) -> bool:
         """True when memory is short and idle pages only wait for device work to end. Lock held."""
-        return self._memory_is_low() and not all(map(self._device_is_done_with, self._idle_victims()))
+        low = self._memory_is_low() and not self.state.paused
+        return low and not all(map(self._device_is_done_with, self._idle_victims()))
 
 
 def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: int) -> Iterator[Growth]:

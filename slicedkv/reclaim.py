@@ -19,6 +19,7 @@ __all__ = [
     "reclaim_slot",
     "set_memory_limit",
     "take_back",
+    "trim",
     "trim_slots",
     "victims",
 ]
@@ -57,11 +58,14 @@ def available_pages(state: CacheState) -> int:
 
 
 def has_room(state: CacheState, pages: int) -> bool:
-    """True when a slot is idle and `pages` more pages per plane can be had beside what requests were promised."""
+    """True when a slot is idle and `pages` more pages per plane can be had beside what requests were promised.
+
+    Never while the cache is paused.
+    """
     with state.gate.lock:
         promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
         room = available_pages(state) - promised * state.layout.num_planes
-        return bool(state.slots.idle) and pages * state.layout.num_planes <= room
+        return not state.paused and bool(state.slots.idle) and pages * state.layout.num_planes <= room
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
@@ -152,6 +156,13 @@ def trim_slots(state: CacheState) -> None:
         candidates = victims(state)
     for victim in candidates:
         reclaim_slot(state, victim.slot, wait=True)
+
+
+def trim(state: CacheState) -> int:
+    """*token* Give back whatever may be taken back, free pages and unused host memory; return the pages released."""
+    trim_slots(state)
+    state.host.trim()
+    return state.pool.trim()
 
 
 def set_memory_limit(state: CacheState, num_bytes: int) -> None:

@@ -36,6 +36,7 @@ class Requests:
         state = self._state
         pages = state.layout.pages_for(seq_len)
         with state.gate.lock:
+            state.require_running()
             found = state.slots.best_fit(max(1, pages), state.backing.mapped)
             fence = None if found is None else state.slots.fence(found)
             if fence is not None:
@@ -55,6 +56,7 @@ class Requests:
         """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
         state = self._state
         with state.gate.lock:
+            state.require_running()
             state.slots.require_active(slot)
             state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
             self._mapper.wake()
@@ -69,6 +71,7 @@ class Requests:
         """Make an active slot idle behind a fence, by default one recorded now; its pages stay."""
         state = self._state
         with state.gate.lock:
+            state.require_running()
             state.slots.require_active(slot)
             state.slots.release(slot, state.pool.driver.record_fence() if fence is None else fence)
             state.lengths.reset(slot)

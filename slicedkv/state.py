@@ -15,7 +15,7 @@ from .config import CacheConfig
 from .copy_meter import CopyMeter
 from .errors import StateError
 from .gate import Gate
-from .host_pool import HostPool
+from .host_pool import HostPool, HostSpan
 from .layout import KVLayout
 from .lengths import LengthTable
 from .lookahead import Pace
@@ -46,6 +46,10 @@ class CacheState:
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
     claims : dict of int to int
         Pages per plane that the step under way needs, by slot.
+    paused : bool
+        Free memory was given back, and nothing may be mapped before `resume`.
+    offloaded : dict of int to HostSpan
+        Rows of active slots that are in host memory until then, by slot.
     closed : bool
         Everything was given back.
     """
@@ -66,6 +70,8 @@ class CacheState:
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
     claims: dict[int, int] = field(default_factory=dict)
+    paused: bool = False
+    offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -108,18 +114,27 @@ class CacheState:
         self.eager.pop(slot, None)
 
     @contextmanager
-    def work(self, purpose: str) -> Iterator[None]:
+    def work(self, purpose: str, *, paused: bool = False) -> Iterator[None]:
         """Hold the work token for a foreground call, unless the cache was closed before it came free.
+
+        With `paused` also while the cache is paused.
 
         Raises
         ------
         StateError
-            See `Gate.work`; or the cache is closed.
+            See `Gate.work`; or the cache is closed, or paused.
         """
         with self.gate.work(purpose):
             if self.closed:
                 raise StateError("the cache was closed by another thread")
+            if not paused:
+                self.require_running()
             yield
+
+    def require_running(self) -> None:
+        """Raise `StateError` while the cache is paused."""
+        if self.paused:
+            raise StateError("the cache is paused; call resume() first")
 
     def note_mapped(self, slot: int) -> None:
         """Bring the lengths in line with what is mapped for a slot."""
@@ -136,7 +151,8 @@ class CacheState:
         margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
         mapped_bytes = self.backing.mapped_pages * page_bytes
         active_bytes = active_pages * plane_page_bytes
-        used_bytes = sum(self.lengths.touched) * self.layout.token_bytes
+        tokens = sum(self.lengths.touched) - sum(self.lengths.touched[slot] for slot in self.offloaded)
+        used_bytes = tokens * self.layout.token_bytes
         return CacheStats(
             page_bytes=page_bytes,
             memory_limit_bytes=self.pool.memory_limit,
@@ -173,7 +189,8 @@ class CacheState:
             mapped = self.backing.mapped(slot)
             if self.slots.is_active(slot):
                 touched = self.lengths.touched[slot]
-                if backed != self.layout.tokens_backed(mapped) or touched > backed:
+                short = touched > backed and slot not in self.offloaded
+                if backed != self.layout.tokens_backed(mapped) or short:
                     raise StateError(
                         f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
                         f"{self.layout.tokens_backed(mapped)}"

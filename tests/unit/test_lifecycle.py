@@ -61,6 +61,8 @@ USES: dict[str, Callable[[SlicedKVCache], object]] = {
     "can_admit": lambda cache: cache.can_admit(1),
     "swap_out": lambda cache: cache.swap_out(0),
     "swap_in": lambda cache: cache.swap_in(None),
+    "pause": lambda cache: cache.pause(),
+    "resume": lambda cache: cache.resume(),
     "trim": lambda cache: cache.trim(),
     "set_memory_limit": lambda cache: cache.set_memory_limit(PAGE),
     "stats": lambda cache: cache.stats(),
