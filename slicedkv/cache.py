@@ -75,6 +75,7 @@ class SlicedKVCache(MovableMemory):
         guard_tokens: int = 0,
         zero_on_reuse: bool = False,
         swap_limit: int | float | str | None = None,
+        min_share: int | float | str | None = None,
         pool: PagePool | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in {"self", "pool", "__class__"}}

@@ -107,6 +107,9 @@ class CacheConfig:
     swap_limit : int, float or str, optional
         Host memory for swapped-out requests: bytes, "40GiB", or a fraction of what is available on the host; by
         default a quarter of it. Taken only when used.
+    min_share : int, float or str, optional
+        Memory of the pool that other caches on it never take from this one: bytes, "4GiB", or a fraction of the pool's
+        limit, in whole pages; by default none.
 
     Raises
     ------
@@ -132,6 +135,7 @@ class CacheConfig:
     guard_tokens: int = 0
     zero_on_reuse: bool = False
     swap_limit: MemoryLimit = None
+    min_share: MemoryLimit = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len", "extent_pages"):
@@ -149,7 +153,7 @@ class CacheConfig:
         self._choice("mapper", get_args(MapperKind))
         self._set("dtype", _check_dtype(self.dtype))
         self._set("device", _check_device(self.device))
-        for name in ("memory_limit", "swap_limit"):
+        for name in ("memory_limit", "swap_limit", "min_share"):
             parse_memory_limit(getattr(self, name), free_bytes=1 << 40, default_fraction=1.0, name=name)
 
     def _set(self, name: str, value: Any) -> None:

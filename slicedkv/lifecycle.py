@@ -22,6 +22,7 @@ from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
+from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
 from .vmm import open_driver, procfs
@@ -130,8 +131,24 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
         raise
     slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
     host = HostPool(pool.driver, pool.gate, _swap_limit(config))
-    meter = CopyMeter(pool.driver)
-    return CacheState(config, layout, pool, backing, slots, lengths, host, meter, owns_pool=owned)
+    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver), owns_pool=owned)
+    try:
+        state.min_share_pages = _min_share_pages(config, pool)
+        with pool.gate.work("opening a cache"):
+            claim_share(state)
+    except BaseException:
+        if owned:
+            pool.driver.close()
+        raise
+    return state
+
+
+def _min_share_pages(config: CacheConfig, pool: PagePool) -> int:
+    if config.min_share is None:
+        return 0
+    limit = pool.memory_limit
+    num_bytes = parse_memory_limit(config.min_share, free_bytes=limit, default_fraction=1.0, name="min_share")
+    return -(-num_bytes // pool.page_bytes)
 
 
 def _swap_limit(config: CacheConfig) -> int:
@@ -179,6 +196,8 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
         state.pool.driver.synchronize()
         state.backing.unmap_all(unknown=state.slots.lost)
         state.host.close()
+        with state.gate.lock:
+            state.pool.shares.leave(state)
         if state.owns_pool:
             state.pool.trim()
             state.pool.driver.close()

@@ -173,7 +173,9 @@ class Planner:
         return Work(reason, chosen) if chosen else None
 
     def _affordable(self) -> int:
-        return self.state.pool.available_pages // self.state.layout.num_planes
+        pool = self.state.pool
+        unpromised = pool.available_pages - pool.shares.promised(besides=self.state)
+        return max(0, unpromised) // self.state.layout.num_planes
 
     def awaits_device(self) -> bool:
         """True when memory is short and idle pages only wait for device work to end. Lock held."""

@@ -1,12 +1,14 @@
 """What may be taken back when memory is short, in which order, and taking it back.
 
 The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
-and the slot that would be handed out next last. Nothing is unmapped before the work that may use it is done on the
-device. Functions marked *token* are called by whoever holds the gate's work token.
+and the slot that would be handed out next last. Then comes what other caches of the same pool hold beyond their
+`min_share`, idle slots before margin. Nothing is unmapped before the work that may use it is done on the device.
+Functions marked *token* are called by whoever holds the gate's work token, which all caches of a pool share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .errors import OutOfPagesError, StateError
@@ -14,11 +16,13 @@ from .state import CacheState
 
 __all__ = [
     "available_pages",
+    "claim_share",
     "has_room",
     "next_slot",
     "reclaim_slot",
     "set_memory_limit",
     "take_back",
+    "takeable",
     "trim",
     "trim_slots",
     "victims",
@@ -51,10 +55,29 @@ def victims(state: CacheState) -> list[Victim]:
     return [victim for _, victim in sorted(ranked)]
 
 
+def takeable(state: CacheState) -> list[Victim]:
+    """What other caches may take from this one: `victims`, idle slots first, down to its share. Lock held."""
+    beyond = (state.backing.mapped_pages - state.min_share_pages) // state.layout.num_planes
+    found = []
+    for slot, pages in sorted(victims(state), key=lambda victim: state.slots.is_active(victim.slot)):
+        whole = state.backing.shrinkable(slot, state.backing.mapped(slot) - min(pages, max(0, beyond)))
+        if whole:
+            found.append(Victim(slot, whole))
+            beyond -= whole
+    return found
+
+
+def _pages(state: CacheState, found: list[Victim]) -> int:
+    """Pages over all planes."""
+    return sum(victim.pages for victim in found) * state.layout.num_planes
+
+
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    margin = sum(victim.pages for victim in victims(state))
-    return state.pool.available_pages + margin * state.layout.num_planes
+    shares = state.pool.shares
+    others = sum(_pages(other, takeable(other)) for other in shares.others(state))
+    unpromised = state.pool.available_pages - shares.promised(besides=state)
+    return max(0, unpromised + _pages(state, victims(state)) + others)
 
 
 def has_room(state: CacheState, pages: int) -> bool:
@@ -86,25 +109,35 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
         There is not that much; nothing was unmapped.
     """
 
-    def obtainable() -> int:
-        return state.pool.free_pages + (state.pool.creatable_pages if creatable is None else creatable)
+    pool = state.pool
 
-    if obtainable() >= need_pages:
-        return
+    def obtainable() -> int:
+        unpromised = pool.free_pages - pool.shares.promised(besides=state)
+        return unpromised + (pool.creatable_pages if creatable is None else creatable)
+
     with state.gate.lock:
-        candidates = victims(state)
-        total = obtainable() + sum(victim.pages for victim in candidates) * state.layout.num_planes
-    if total < need_pages:
-        raise OutOfPagesError(
-            f"{need_pages} pages of {state.pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
-            f"the memory limit of {state.pool.memory_limit} bytes",
-            requested=need_pages,
-            available=total,
-        )
-    for victim in candidates:
         if obtainable() >= need_pages:
             return
-        reclaim_slot(state, victim.slot, wait=True)
+        candidates = [(state, victims(state))]
+        candidates += [(other, takeable(other)) for other in pool.shares.others(state)]
+        total = obtainable() + sum(_pages(owner, found) for owner, found in candidates)
+    if total < need_pages:
+        raise OutOfPagesError(
+            f"{need_pages} pages of {pool.page_bytes} bytes needed, {max(0, total)} can be had; free a request or "
+            f"raise the memory limit of {pool.memory_limit} bytes",
+            requested=need_pages,
+            available=max(0, total),
+        )
+    _take(candidates, lambda: obtainable() >= need_pages)
+
+
+def _take(candidates: list[tuple[CacheState, list[Victim]]], enough: Callable[[], bool]) -> None:
+    """*token* Unmap what was found in caches, one slot after another, until there is enough."""
+    for owner, found in candidates:
+        for slot, pages in found:
+            if enough():
+                return
+            reclaim_slot(owner, slot, wait=True, keep_pages=owner.backing.mapped(slot) - pages)
 
 
 def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 0) -> int:
@@ -171,10 +204,41 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
     Raises
     ------
     ConfigError, OutOfPagesError
-        The limit holds no page, or less than requests need; it stays as it was.
+        The limit holds no page, less than the caches of the pool are promised, or less than requests need; it stays as
+        it was.
     """
     pool = state.pool
-    surplus = pool.created_pages - pool.pages_in_limit(num_bytes)
-    if surplus > pool.free_pages:
-        take_back(state, surplus, creatable=0)
+    limit = pool.pages_in_limit(num_bytes)
+
+    def excess() -> int:
+        return pool.created_pages - pool.free_pages + pool.shares.promised() - limit
+
+    with state.gate.lock:
+        pool.shares.check_limit(limit)
+        candidates = [(member, takeable(member)) for member in (state, *pool.shares.others(state))]
+        needed = limit + excess() - sum(_pages(owner, found) for owner, found in candidates)
+    if needed > limit:
+        raise OutOfPagesError(
+            f"memory_limit of {num_bytes} bytes holds {limit} pages of {pool.page_bytes} bytes, but requests need "
+            f"{needed}; free a request first",
+            requested=needed,
+            available=limit,
+        )
+    _take(candidates, lambda: excess() <= 0)
     pool.set_memory_limit(num_bytes)
+
+
+def claim_share(state: CacheState) -> None:
+    """*token* Count a new cache in and set its share of the pool aside, taking from others what they do not need.
+
+    Raises
+    ------
+    ConfigError, OutOfPagesError
+        The limit does not hold all shares; requests of other caches have the memory. Nothing was changed.
+    """
+    pool = state.pool
+    with state.gate.lock:
+        pool.shares.check_limit(pool.memory_limit // pool.page_bytes, state.min_share_pages)
+    take_back(state, state.min_share_pages)
+    with state.gate.lock:
+        pool.shares.join(state)

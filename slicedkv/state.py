@@ -26,7 +26,7 @@ from .stats import CacheStats, Counters
 __all__ = ["CacheState"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CacheState:
     """The parts of one cache.
 
@@ -36,6 +36,8 @@ class CacheState:
         Host memory for rows that are not in a slot.
     owns_pool : bool
         The pool and its driver end with this cache.
+    min_share_pages : int
+        Pages of the pool, over all planes, that no other cache may take from this one.
     wanted : dict of int to int
         Pages per plane that active requests asked for ahead of need (`alloc_reqid(seq_len)`, `prefetch`), by slot.
     eager : dict of int to int
@@ -63,6 +65,7 @@ class CacheState:
     host: HostPool
     meter: CopyMeter
     owns_pool: bool = True
+    min_share_pages: int = 0
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
     wanted: dict[int, int] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class CacheState:
             used_bytes=used_bytes,
             waste_bytes=active_bytes - used_bytes,
             lookahead_bytes=margin_pages * plane_page_bytes,
+            promised_bytes=self.pool.shares.promised(besides=self) * page_bytes,
             eager_bytes=sum(self.eager.values()) * plane_page_bytes,
             active_slots=len(active),
             idle_slots=len(self.slots.idle),

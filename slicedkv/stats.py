@@ -65,6 +65,8 @@ class CacheStats:
         Behind all handles of the pool, free or mapped (of all caches that share it).
     free_bytes : int
         Behind handles that are free in the pool.
+    promised_bytes : int
+        Kept for other caches of the pool, up to their `min_share`.
     mapped_bytes : int
         Mapped by this cache: active + idle.
     active_bytes, idle_bytes : int
@@ -105,6 +107,7 @@ class CacheStats:
     memory_limit_bytes: int
     created_bytes: int
     free_bytes: int
+    promised_bytes: int
     mapped_bytes: int
     active_bytes: int
     idle_bytes: int
