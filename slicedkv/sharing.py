@@ -135,9 +135,7 @@ class Sharer:
                 if num_tokens:
                     self._share(src, slots, num_tokens)
             except BaseException:
-                with state.gate.lock:
-                    for slot in slots:
-                        self._requests.undo_begin(slot)
+                self._requests.undo(*slots)
                 raise
         self._mapper.run_pending()
         return slots

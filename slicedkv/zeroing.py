@@ -39,11 +39,22 @@ class Zeroer:
             with state.gate.lock:
                 dirty = self._dirty()
             for slot, first, end in dirty:
-                for pages in self._views.page_bytes_of(state.layout, slot, first, end):
-                    pages.zero_()
-                with state.gate.lock:
-                    state.clean_pages[slot] = end
-                    state.slots.set_fence(slot, state.pool.driver.record_fence())
+                self._zero(slot, first, end)
+
+    def clean(self, slot: int) -> None:
+        """*token* Queue zeroing of one slot's dirty pages on the current stream."""
+        with self._state.gate.lock:
+            first, end = self._state.clean_pages[slot], self._state.backing.mapped(slot)
+        if first < end:
+            self._zero(slot, first, end)
+
+    def _zero(self, slot: int, first: int, end: int) -> None:
+        state = self._state
+        for pages in self._views.page_bytes_of(state.layout, slot, first, end):
+            pages.zero_()
+        with state.gate.lock:
+            state.clean_pages[slot] = end
+            state.slots.set_fence(slot, state.pool.driver.record_fence())
 
     def _dirty(self) -> list[tuple[int, int, int]]:
         """Slots and the pages ``[first, end)`` of each that an active request could see something old in. Lock held."""

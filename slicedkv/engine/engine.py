@@ -15,6 +15,7 @@ from ..cache import SlicedKVCache
 from ..checks import check_int
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import attention_scale, cache_for_model, decoder_config
+from .preemption import PreemptionKind
 from .request import FinishReason, Request, SamplingParams
 from .runner import ModelRunner
 from .sampler import sample
@@ -91,6 +92,8 @@ class Engine:
     cuda_graphs : bool, optional
         Whether steps in which every request computes one token are captured and replayed as CUDA graphs, one for each
         padded number of requests. By default where backend and model allow it.
+    preemption : {"recompute", "swap", "auto"}
+        How a request gives its slot to older ones: computed again, swapped to host memory, or the faster as measured.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
     **cache_kwargs
@@ -116,6 +119,7 @@ class Engine:
         max_tokens_per_step: int | None = None,
         backend: str = "auto",
         cuda_graphs: bool | None = None,
+        preemption: PreemptionKind = "recompute",
         on_step: Callable[[EngineStep], None] | None = None,
         **cache_kwargs: Any,
     ) -> None:
@@ -128,7 +132,7 @@ class Engine:
         self.cache: SlicedKVCache = cache_for_model(model, max_batch_size, max_seq_len, **cache_kwargs)
         try:
             budget = max(512, max_batch_size) if max_tokens_per_step is None else max_tokens_per_step
-            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget)
+            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget, preemption=preemption)
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
             self.backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
             self._runner = ModelRunner(model, self.backend, cuda_graphs=cuda_graphs)
@@ -202,6 +206,7 @@ class Engine:
         for request, token in zip(ready, tokens, strict=True):
             request.accept(token)
             events.append(Event(request, token, request.finish_reason))
+        self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
         self.scheduler.retire()
