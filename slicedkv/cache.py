@@ -172,7 +172,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its pages stay for the next request in the slot and are unmapped only when needed elsewhere,
-        after the work queued so far on the current stream is done.
+        after the work queued so far on the current stream is done. Works while paused, too; waits for a `pause` that is
+        under way.
 
         Raises
         ------
@@ -255,7 +256,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             return trim(self._state) * self.layout.page_bytes
 
     def set_memory_limit(self, num_bytes: int) -> None:
-        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does.
+        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does. Also while paused.
 
         Raises
         ------
@@ -263,7 +264,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             The limit is not positive; active requests hold more. The limit stays as it was.
         """
         self._enter()
-        with self._state.work("set_memory_limit"):
+        with self._state.work("set_memory_limit", paused=True):
             set_memory_limit(self._state, check_int("num_bytes", num_bytes, 1))
 
     def stats(self) -> CacheStats:

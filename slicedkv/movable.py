@@ -83,9 +83,9 @@ class MovableMemory(Facade):
 
         Idle, lookahead, eager and free memory is given back and no more is mapped ahead. With `offload` active requests
         go to host memory as well, each with all its rows, and nothing is left on the device. Until `resume` every call
-        that would change something raises `StateError`; `stats`, `close` and other readers work. Waits for all work of
-        the device and for the copies. Requests' rows must not be read or written meanwhile: after `offload` that
-        faults.
+        that would change something raises `StateError`, but for `free_reqid` and `set_memory_limit`, which make room
+        for it; `stats`, `close` and other readers work. Waits for all work of the device and for the copies. Requests'
+        rows must not be read or written meanwhile: after `offload` that faults.
 
         Returns
         -------
@@ -110,7 +110,8 @@ class MovableMemory(Facade):
         """Undo `pause`: bring requests back to their slots, at their lengths, and serve again.
 
         Kernels launched on the current stream after this call see the rows. Waits as `step` does, not for the copies.
-        Requests that went to host memory share no pages any more, so they may need more memory than before.
+        Requests that went to host memory share no pages any more, so they may need more memory than before; what is
+        missing can be had by `free_reqid` and `set_memory_limit`.
 
         Raises
         ------

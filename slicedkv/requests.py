@@ -102,13 +102,27 @@ class Requests:
             self._mapper.wake()
 
     def end(self, slot: int, fence: Fence | None = None) -> None:
-        """Make an active slot idle behind a fence, by default one recorded now; its pages stay."""
+        """Make an active slot idle behind a fence, by default one recorded now; its pages stay.
+
+        What of it is in host memory, while the cache is paused, is given back. A pause under way is waited for.
+        """
         state = self._state
         with state.gate.lock:
-            state.require_running()
-            state.slots.require_active(slot)
-            state.slots.release(slot, state.fence_behind(slot) if fence is None else fence)
-            state.lengths.reset(slot)
-            state.wanted.pop(slot, None)
-            state.unscheduled = True
-            self._mapper.wake()
+            if not state.paused:
+                self._end(slot, fence)
+                return
+        with state.work("free_reqid", paused=True), state.gate.lock:
+            self._end(slot, fence)
+
+    def _end(self, slot: int, fence: Fence | None) -> None:
+        """Lock held, and the work token while the cache is paused."""
+        state = self._state
+        state.slots.require_active(slot)
+        state.slots.release(slot, state.fence_behind(slot) if fence is None else fence)
+        state.lengths.reset(slot)
+        state.wanted.pop(slot, None)
+        span = state.offloaded.pop(slot, None)
+        if span is not None:
+            state.host.give_back(span)
+        state.unscheduled = True
+        self._mapper.wake()

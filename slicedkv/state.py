@@ -211,6 +211,8 @@ class CacheState:
         self.backing.check_integrity()
         self.pool.check_integrity()
         self.host.check_integrity()
+        if not self.slots.active.issuperset(self.offloaded):
+            raise StateError(f"slots {sorted(self.offloaded)} are in host memory, but not all of them are active")
         for slot in range(self.layout.max_batch_size):
             backed = self.lengths.backed[slot]
             mapped = self.backing.mapped(slot)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
 from rig import SMALL, TOKENS, Rig, mapped, settle
 from stamped_rows import KIB, LAYOUTS, MIB, begin, expected, holds
 
-from slicedkv import CapacityError, ConfigError, DriverError, OutOfPagesError, SlicedKVCache, StateError
+from slicedkv import CapacityError, DriverError, OutOfPagesError, SlicedKVCache, StateError
 
 MakeCache = Callable[..., SlicedKVCache]
 
@@ -71,49 +69,6 @@ def test_without_offload_requests_keep_their_pages(make_cache: MakeCache) -> Non
     cache.resume()
     assert cache.step({reqid: 150})
     assert holds(cache, reqid, 100, 1)
-
-
-REFUSED: dict[str, Callable[[SlicedKVCache, Any], object]] = {
-    "alloc_reqid": lambda cache, handle: cache.alloc_reqid(5),
-    "prefetch": lambda cache, handle: cache.prefetch(0, 5),
-    "free_reqid": lambda cache, handle: cache.free_reqid(0),
-    "step": lambda cache, handle: cache.step({0: 1}),
-    "a step that grows": lambda cache, handle: cache.step({0: 300}),
-    "swap_out": lambda cache, handle: cache.swap_out(0),
-    "swap_in": lambda cache, handle: cache.swap_in(handle),
-    "share_prefix": lambda cache, handle: cache.share_prefix(0, 1, 50),
-    "fork": lambda cache, handle: cache.fork(0),
-    "trim": lambda cache, handle: cache.trim(),
-    "set_memory_limit": lambda cache, handle: cache.set_memory_limit(MIB),
-    "pause": lambda cache, handle: cache.pause(),
-}
-
-
-@pytest.mark.parametrize("mapper", ["sync", "background"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_is_refused_and_what_works_meanwhile(make_cache: MakeCache, mapper: str, offload: bool) -> None:
-    cache = make_cache(mapper=mapper)
-    handle = cache.swap_out(begin(cache, 50, 2))
-    reqid = begin(cache, 100, 1)
-    assert reqid == 0
-    with pytest.raises(StateError, match="not paused"):
-        cache.resume()
-    with pytest.raises(ConfigError, match="offload is 1"):
-        cache.pause(offload=1)  # type: ignore[arg-type]
-    cache.pause(offload=offload)
-    before = cache.stats()
-    for call in REFUSED.values():
-        with pytest.raises(StateError, match=r"the cache is paused; call resume\(\) first"):
-            call(cache, handle)
-    assert cache.stats() == before
-    assert not cache.can_admit(1)
-    assert cache.pages_available() > 0
-    assert cache.pages_needed({reqid: 200}) > 0
-    assert cache.k(0).shape[0] == 6
-    cache.check_integrity()
-    cache.resume()
-    assert holds(cache, reqid, 100, 1)
-    assert holds(cache, cache.swap_in(handle), 50, 2)
 
 
 def test_host_memory_short_is_an_error_before_anything(make_cache: MakeCache) -> None:
@@ -265,32 +220,3 @@ def test_a_slot_whose_mapping_is_unknown_is_lost_and_the_cache_is_not_paused(rig
     assert cache.step({cache.alloc_reqid(): 10})
     cache.check_integrity()
     cache.close()
-
-
-def test_others_wait_or_are_refused_while_it_happens(make_cache: MakeCache) -> None:
-    cache = make_cache(max_batch_size=4)
-    lens = {begin(cache, 200 + index, index): 200 + index for index in range(3)}
-    stop, failures, steps = threading.Event(), [], [0]
-
-    def keep_stepping() -> None:
-        while not stop.is_set():
-            try:
-                assert cache.step(lens)
-                steps[0] += 1
-            except StateError as error:
-                if "paused" not in str(error):
-                    failures.append(error)
-            except BaseException as error:
-                failures.append(error)
-
-    thread = threading.Thread(target=keep_stepping)
-    thread.start()
-    for _ in range(20):
-        cache.pause(offload=True)
-        cache.resume()
-    stop.set()
-    thread.join()
-    assert not failures
-    assert steps[0] > 0
-    for index, (reqid, length) in enumerate(lens.items()):
-        assert holds(cache, reqid, length, index)

@@ -112,12 +112,14 @@ def test_the_length_of_the_last_step_comes_back_too(make_cache: MakeCache) -> No
     other = begin(cache, 700, seed=3)
     reqid = begin(cache, PREFIX, seed=1)
     assert cache.step({reqid: 600, other: 700})
-    back, target = cache.swap_in(cache.swap_out(reqid)), cache.alloc_reqid()
+    handle = cache.swap_out(reqid)
+    assert cache.step({other: 750})
+    back, target = cache.swap_in(handle), cache.alloc_reqid()
     assert back is not None
     with pytest.raises(StateError, match=f"reqid {back} has 600 tokens; share at most those"):
         cache.share_prefix(back, target, 601)
     assert cache.share_prefix(back, target, 600)
-    assert cache.share_prefix(other, cache.alloc_reqid(), 700), "that of the others is as it was"
+    assert cache.share_prefix(other, cache.alloc_reqid(), 750), "that of the others is as it was"
     assert_stamped(cache, target, 600, seed=1)
     assert_stamped(cache, back, PREFIX, seed=1)
 

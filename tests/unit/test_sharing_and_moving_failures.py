@@ -149,8 +149,9 @@ def test_books_are_right_while_sharers_are_being_unmapped(rig: Rig) -> None:
     cache.close()
 
 
-def test_memory_for_all_that_was_shared_is_asked_for_before_anything_comes_back(rig: Rig) -> None:
-    cache, other = rig.open(**QUIET), rig.open(**QUIET)
+@pytest.mark.parametrize("way_out", ["a higher limit", "a request less"])
+def test_memory_for_all_that_was_shared_is_asked_for_before_anything_comes_back(rig: Rig, way_out: str) -> None:
+    cache = rig.open(**QUIET)
     reqids = begin_sharers(cache, 3)
     cache.set_memory_limit(20 * cache.layout.page_bytes)
     assert cache.stats().active_bytes == 14 * cache.layout.page_bytes
@@ -161,11 +162,13 @@ def test_memory_for_all_that_was_shared_is_asked_for_before_anything_comes_back(
     assert totals(cache) == before
     with pytest.raises(StateError, match="paused"):
         cache.step({reqids[0]: 1})
-    other.set_memory_limit(30 * cache.layout.page_bytes)
+    if way_out == "a higher limit":
+        cache.set_memory_limit(30 * cache.layout.page_bytes)
+    else:
+        cache.free_reqid(reqids.pop(0))
     cache.resume()
     assert cache.step(dict.fromkeys(reqids, SHARED))
-    assert cache.stats().used_bytes == 3 * SHARED * cache.layout.token_bytes
-    other.close()
+    assert cache.stats().used_bytes == len(reqids) * SHARED * cache.layout.token_bytes
     cache.close()
 
 

@@ -244,28 +244,26 @@ class Random:
                 self.requests[reqid] = self.swapped.pop().seq_len
 
     def pause(self) -> None:
-        layout = self.cache.layout
-        unshared = sum(map(layout.pages_for, self.requests.values())) * layout.num_planes
         offload = self.numbers.random() < 0.7
         self.cache.pause(offload=offload)
         if offload:
             assert self.cache.stats().mapped_bytes == 0
-        fits = not offload or unshared <= self.cache.pages_available()
+            self.resume()
+        else:
+            self.cache.resume()
+
+    def resume(self) -> None:
+        """Requests end until there is memory for those that are left."""
+        layout = self.cache.layout
+        unshared = sum(map(layout.pages_for, self.requests.values())) * layout.num_planes
+        fits = unshared <= self.cache.pages_available()
         try:
             self.cache.resume()
             assert fits
         except OutOfPagesError:
             assert not fits
-            limit = self.cache.pool.memory_limit
-            with self.cache.pool.gate.work("test"):
-                self.cache.pool.set_memory_limit(4 * limit)
-            self.cache.resume()
-            while self.cache.pool.memory_limit != limit:
-                self.free()
-                try:
-                    self.cache.set_memory_limit(limit)
-                except OutOfPagesError:
-                    continue
+            self.free()
+            self.resume()
 
 
 @pytest.mark.parametrize("seed", range(8))
