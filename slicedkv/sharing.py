@@ -167,7 +167,7 @@ class Sharer:
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
             # All that the targets have mapped must go, also what was asked for ahead: it is asked for again below.
             wanted = {slot: state.wanted.pop(slot) for slot in targets if slot in state.wanted}
-            state.claims = {src: state.backing.mapped(src)}
+            state.claims = {src: layout.pages_for(num_tokens)}
         try:
             require_room(state, new_pages(state, growths, ()))
             for slot in targets:
