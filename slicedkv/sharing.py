@@ -134,11 +134,20 @@ class Sharer:
             try:
                 if num_tokens:
                     self._share(src, slots, num_tokens)
+                else:
+                    self._part(slots)
             except BaseException:
                 self._requests.undo(*slots)
                 raise
         self._mapper.run_pending()
         return slots
+
+    def _part(self, slots: Sequence[int]) -> None:
+        """*token* Unmap what the last requests in these slots shared and others still have."""
+        with self._state.gate.lock:
+            sharers = list(filter(self._state.backing.shared.has, slots))
+        for slot in sharers:
+            reclaim_slot(self._state, slot, wait=True)
 
     def _check(self, src: int, dst: int, num_tokens: int) -> None:
         """Refuse what cannot be shared. Lock held."""

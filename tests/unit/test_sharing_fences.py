@@ -39,6 +39,27 @@ def test_old_pages_give_way_only_when_the_last_requests_work_is_done(rig: Rig) -
     cache.close()
 
 
+def test_a_fork_without_tokens_does_not_get_shared_pages(rig: Rig) -> None:
+    cache = rig.open(max_batch_size=3, **QUIET)
+    source, empty = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    (child,) = cache.fork(source)
+    rig.fake.hold_fences = True
+    cache.free_reqid(child)
+    assert cache._state.backing.shared.has(child), "its work is not over"
+    timer = threading.Timer(0.05, rig.fake.finish_fences)
+    timer.start()
+    assert cache.fork(empty) == [child]
+    timer.join()
+    assert mapped(cache, child) == 0
+    cache.check_integrity()
+    assert cache.step({source: 1, child: 1})
+    assert cache.step({source: 2})
+    assert cache.stats().pages_copied == 0
+    rig.fake.finish_fences()
+    cache.close()
+
+
 def test_a_page_goes_back_when_the_last_mapping_is_gone_and_each_work_done(rig: Rig) -> None:
     cache = rig.open(**QUIET)
     source = cache.alloc_reqid()
