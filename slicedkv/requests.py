@@ -86,9 +86,9 @@ class Requests:
         return slot
 
     def undo(self, *slots: int) -> None:
-        """Make slots idle that were activated for nothing, each behind the fence it had."""
+        """Make slots idle that were activated for nothing, each behind the fence it had; lost ones stay lost."""
         with self._state.gate.lock:
-            for slot in slots:
+            for slot in filter(self._state.slots.is_active, slots):
                 self._state.slots.deactivate(slot)
                 self._state.lengths.reset(slot)
 

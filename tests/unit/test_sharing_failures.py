@@ -120,6 +120,21 @@ def test_slots_that_can_be_neither_copied_nor_restored_are_lost(rig: Rig) -> Non
     cache.close()
 
 
+def test_a_fork_into_a_slot_that_is_lost_gives_the_others_back(rig: Rig) -> None:
+    cache = rig.open(max_batch_size=3, **QUIET)
+    source, *targets = (cache.alloc_reqid() for _ in range(3))
+    assert cache.step({source: SHARED} | dict.fromkeys(targets, TOKENS))
+    for target in targets:
+        cache.free_reqid(target)
+    rig.driver.fail("unmap", at=2)
+    rig.driver.fail("map")
+    with pytest.raises(StateError, match=rf"reqid {targets[0]}: .* out of use"):
+        cache.fork(source, 2)
+    assert (cache.stats().active_slots, cache.stats().idle_slots) == (1, 1)
+    assert cache.fork(source) == [targets[1]]
+    cache.close()
+
+
 def test_pages_that_give_way_before_a_failure_are_free(rig: Rig) -> None:
     cache = rig.open(max_batch_size=2, **QUIET)
     source, target = cache.alloc_reqid(), cache.alloc_reqid()
