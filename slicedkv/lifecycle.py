@@ -15,20 +15,24 @@ from typing import Self
 
 from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
+from .copy_meter import CopyMeter
 from .errors import ConfigError, StateError
+from .host_pool import HostPool
 from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
+from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
-from .vmm import open_driver
+from .vmm import open_driver, procfs
 
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES = 2 << 20
 _MOST_ADDRESSES = 1 << 56
 _DEFAULT_FRACTION = {"cuda": 0.9}
+_DEFAULT_SWAP_FRACTION = 0.25
 
 
 _CLOSED = "the cache is closed; open a new one"
@@ -126,7 +130,34 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
             pool.driver.close()
         raise
     slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
-    return CacheState(config, layout, pool, backing, slots, lengths, owns_pool=owned)
+    host = HostPool(pool.driver, pool.gate, _swap_limit(config))
+    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver), owns_pool=owned)
+    try:
+        state.min_share_pages = _min_share_pages(config, pool)
+        with pool.gate.work("opening a cache"):
+            claim_share(state)
+    except BaseException:
+        if owned:
+            pool.driver.close()
+        raise
+    return state
+
+
+def _min_share_pages(config: CacheConfig, pool: PagePool) -> int:
+    if config.min_share is None:
+        return 0
+    limit = pool.memory_limit
+    num_bytes = parse_memory_limit(config.min_share, free_bytes=limit, default_fraction=1.0, name="min_share")
+    return -(-num_bytes // pool.page_bytes)
+
+
+def _swap_limit(config: CacheConfig) -> int:
+    return parse_memory_limit(
+        config.swap_limit,
+        free_bytes=procfs.memory_info().free_bytes,
+        default_fraction=_DEFAULT_SWAP_FRACTION,
+        name="swap_limit",
+    )
 
 
 def _check_addresses(layout: KVLayout) -> None:
@@ -164,6 +195,9 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
             state.lengths.reset_all()  # a step that is already past its checks must not find anything mapped
         state.pool.driver.synchronize()
         state.backing.unmap_all(unknown=state.slots.lost)
+        state.host.close()
+        with state.gate.lock:
+            state.pool.shares.leave(state)
         if state.owns_pool:
             state.pool.trim()
             state.pool.driver.close()

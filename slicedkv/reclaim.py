@@ -1,13 +1,15 @@
 """What may be taken back when memory is short, in which order, and taking it back.
 
 The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
-and the slot that would be handed out next last. Nothing is unmapped before the work that may use it is done on the
-device. Functions marked *token* are called by whoever holds the gate's work token.
+and the slot that would be handed out next last. Then comes what other caches of the same pool hold beyond their
+`min_share`, idle slots before margin. Nothing is unmapped before the work that may use it is done on the device.
+Functions marked *token* are called by whoever holds the gate's work token, which all caches of a pool share.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from .errors import OutOfPagesError, StateError
 from .state import CacheState
@@ -15,12 +17,15 @@ from .vmm.base import Fence
 
 __all__ = [
     "available_pages",
+    "claim_share",
     "has_room",
     "next_slot",
     "reclaim_slot",
     "require_room",
     "set_memory_limit",
     "take_back",
+    "takeable",
+    "trim",
     "trim_slots",
     "victims",
     "wait_for",
@@ -31,10 +36,17 @@ _FENCE_TIMEOUT_S = 4.0
 
 
 class Victim(NamedTuple):
-    """A slot and the pages per plane that can be taken from it."""
+    """A slot, the pages per plane that can be taken from it, and those of them that become free.
+
+    They become free when all victims before are taken too; what slots share becomes free with the last of them.
+    """
 
     slot: int
     pages: int
+    freed: int
+
+
+Candidates: TypeAlias = list[tuple[CacheState, list[Victim]]]
 
 
 def next_slot(state: CacheState) -> int | None:
@@ -45,34 +57,64 @@ def next_slot(state: CacheState) -> int | None:
 def victims(state: CacheState) -> list[Victim]:
     """Everything that may be taken back, first things first. Lock held."""
     coming = next_slot(state)
-    ranked: list[tuple[tuple[int, int], Victim]] = []
+    ranked: list[tuple[tuple[int, int], int, int]] = []
     for slot in state.slots.active | state.slots.idle:
         idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
         rank = 0 if state.slots.is_active(slot) else idle_rank
         if pages := state.spare_pages(slot):
-            ranked.append(((rank, -pages), Victim(slot, pages)))
-    return [victim for _, victim in sorted(ranked)]
+            ranked.append(((rank, -pages), slot, pages))
+    release = state.backing.shared.release()
+    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in sorted(ranked)]
+
+
+def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:
+    """`victims` down to the cache's share; idle slots first, unless it is for the cache's `own` sake. Lock held."""
+    backing = state.backing
+    beyond = max(0, backing.staying_pages - state.min_share_pages) // state.layout.num_planes
+    release, found = backing.shared.release(), []
+    for slot, pages, _ in sorted(victims(state), key=lambda victim: not own and state.slots.is_active(victim.slot)):
+        whole, freed = release.drop(slot, pages, beyond)
+        if whole:
+            found.append(Victim(slot, whole, freed))
+            beyond -= freed
+    return found
+
+
+def _freed_pages(state: CacheState, found: list[Victim]) -> int:
+    """Pages over all planes that become free."""
+    return sum(victim.freed for victim in found) * state.layout.num_planes
+
+
+def _candidates(state: CacheState) -> Candidates:
+    """What one cache may take: of its own, then of the others on its pool. Lock held."""
+    others = state.pool.shares.others(state)
+    return [(state, victims(state)), *((other, takeable(other)) for other in others)]
+
+
+def _obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
+    """Pages that can be had without unmapping anything, beside what other caches were promised."""
+    pool = state.pool
+    unpromised = pool.free_pages - pool.shares.promised(besides=state)
+    return unpromised + (pool.creatable_pages if creatable is None else creatable)
 
 
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    return state.pool.available_pages + _reclaimable_pages(state, victims(state))
-
-
-def _reclaimable_pages(state: CacheState, candidates: list[Victim]) -> int:
-    """Pages over all planes that become free when all candidates are unmapped: those that others share do not."""
-    pages = sum(victim.pages for victim in candidates) * state.layout.num_planes
-    return pages - state.backing.shared.alias_pages_of(state.slots.idle)
+    return max(0, _obtainable_pages(state) + sum(_freed_pages(*candidate) for candidate in _candidates(state)))
 
 
 def has_room(state: CacheState, pages: int) -> bool:
-    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for. Lock held."""
-    promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-    room = available_pages(state) - promised * state.layout.num_planes
-    return bool(state.slots.idle) and pages * state.layout.num_planes <= room
+    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for. Lock held.
+
+    Never while the cache is paused.
+    """
+    if state.paused or not state.slots.idle:
+        return False
+    asked = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
+    return (pages + asked) * state.layout.num_planes <= available_pages(state)
 
 
-def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> list[Victim]:
+def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> Candidates:
     """*token* Return what may be taken back; refuse a need over all planes that not even all of it meets.
 
     Raises
@@ -82,15 +124,14 @@ def require_room(state: CacheState, need_pages: int, creatable: int | None = Non
     """
     pool = state.pool
     with state.gate.lock:
-        candidates = victims(state)
-        can_create = pool.creatable_pages if creatable is None else creatable
-        total = pool.free_pages + can_create + _reclaimable_pages(state, candidates)
+        candidates = _candidates(state)
+        total = _obtainable_pages(state, creatable) + sum(_freed_pages(*candidate) for candidate in candidates)
     if total < need_pages:
         raise OutOfPagesError(
-            f"{need_pages} pages of {pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
-            f"the memory limit of {pool.memory_limit} bytes",
+            f"{need_pages} pages of {pool.page_bytes} bytes needed, {max(0, total)} can be had; free a request or "
+            f"raise the memory limit of {pool.memory_limit} bytes",
             requested=need_pages,
-            available=total,
+            available=max(0, total),
         )
     return candidates
 
@@ -113,24 +154,32 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
         There is not that much; nothing was unmapped.
     """
 
-    def obtainable() -> int:
-        return state.pool.free_pages + (state.pool.creatable_pages if creatable is None else creatable)
+    def enough() -> bool:
+        with state.gate.lock:
+            return _obtainable_pages(state, creatable) >= need_pages
 
-    if obtainable() >= need_pages:
-        return
-    for victim in require_room(state, need_pages, creatable):
-        if obtainable() >= need_pages:
-            return
-        reclaim_slot(state, victim.slot, wait=True)
+    if not enough():
+        _take(require_room(state, need_pages, creatable), enough)
 
 
-def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
+def _take(candidates: Candidates, enough: Callable[[], bool]) -> None:
+    """*token* Unmap what was found in caches, one slot after another, until there is enough."""
+    for owner, found in candidates:
+        for slot, pages, _ in found:
+            if enough():
+                return
+            reclaim_slot(owner, slot, wait=True, keep_pages=owner.backing.mapped(slot) - pages)
+
+
+def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 0) -> int:
     """*token* Unmap what a slot holds beyond its request's own pages; return the pages freed over all planes.
 
     Parameters
     ----------
     wait : bool
         Wait for device work that may still use the pages; otherwise leave them and return 0.
+    keep_pages : int
+        Pages per plane to leave in any case.
 
     Raises
     ------
@@ -148,7 +197,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
         if fence is not None and not driver.fence_done(fence):
             return 0
         state.slots.clear_fences((slot,))
-        cut = state.strike(slot)
+        cut = state.strike(slot, keep_pages)
     if cut is None:
         return 0
     try:
@@ -185,16 +234,61 @@ def trim_slots(state: CacheState) -> None:
         reclaim_slot(state, victim.slot, wait=True)
 
 
+def trim(state: CacheState) -> int:
+    """*token* Give back whatever may be taken back, free pages and unused host memory; return the pages released."""
+    trim_slots(state)
+    state.host.trim()
+    return state.pool.trim()
+
+
 def set_memory_limit(state: CacheState, num_bytes: int) -> None:
     """*token* Change the pool's limit, taking back what may be taken when less is left. Waits as `take_back` does.
 
     Raises
     ------
     ConfigError, OutOfPagesError
-        The limit holds no page, or less than requests need; it stays as it was.
+        The limit holds no page, less than the caches of the pool are promised, or less than requests need; it stays as
+        it was.
     """
     pool = state.pool
-    surplus = pool.created_pages - pool.pages_in_limit(num_bytes)
-    if surplus > pool.free_pages:
-        take_back(state, surplus, creatable=0)
+    limit = pool.pages_in_limit(num_bytes)
+
+    def excess() -> int:
+        """Pages in use, or promised, that the new limit does not hold."""
+        return pool.created_pages - pool.free_pages + pool.shares.promised() - limit
+
+    with state.gate.lock:
+        pool.shares.check_limit(limit)
+        others = pool.shares.others(state)
+        candidates = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
+        needed = limit + excess() - sum(_freed_pages(*candidate) for candidate in candidates)
+    if needed > limit:
+        raise OutOfPagesError(
+            f"memory_limit of {num_bytes} bytes holds {limit} pages of {pool.page_bytes} bytes, but requests need "
+            f"{needed}; free a request first",
+            requested=needed,
+            available=limit,
+        )
+
+    def enough() -> bool:
+        with state.gate.lock:
+            return excess() <= 0
+
+    _take(candidates, enough)
     pool.set_memory_limit(num_bytes)
+
+
+def claim_share(state: CacheState) -> None:
+    """*token* Count a new cache in and set its share of the pool aside, taking from others what they do not need.
+
+    Raises
+    ------
+    ConfigError, OutOfPagesError
+        The limit does not hold all shares; requests of other caches have the memory. Nothing was changed.
+    """
+    pool = state.pool
+    with state.gate.lock:
+        pool.shares.check_limit(pool.memory_limit // pool.page_bytes, state.min_share_pages)
+    take_back(state, state.min_share_pages)
+    with state.gate.lock:
+        pool.shares.join(state)

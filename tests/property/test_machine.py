@@ -11,6 +11,7 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from request_model import LAYERS, SLOTS, TOKENS, Request, lengths, picks
 from sharing_rules import SharingRules
 
 from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
+from slicedkv.swap import SwapHandle
 from slicedkv.vmm.fake import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
@@ -40,6 +42,8 @@ class CacheMachine(SharingRules):
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Request] = []
+        self.swapped: list[tuple[Request, SwapHandle]] = []
+        self.away = False
         self.writes = 0
         self.faulty = 0
 
@@ -80,7 +84,8 @@ class CacheMachine(SharingRules):
             except DriverError as error:
                 if not self.faulty or "injected" not in str(error):
                     raise
-                self.check()
+                if not self.away:
+                    self.check()
         raise AssertionError("one injected failure was raised four times")
 
     def pick(self, index: int) -> Request:
@@ -186,6 +191,63 @@ class CacheMachine(SharingRules):
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.requests)
+    @rule(index=picks)
+    def swap_out(self, index: int) -> None:
+        request = self.pick(index)
+        handle = self.call(self.cache.swap_out, request.reqid)
+        assert handle.seq_len == request.tokens
+        self.requests.remove(request)
+        self.swapped.append((request, handle))
+
+    @precondition(lambda self: self.swapped and len(self.requests) < SLOTS)
+    @rule(index=picks)
+    def swap_in(self, index: int) -> None:
+        """A request comes back; when there is no memory for it, another one begins in its place."""
+        request, handle = self.swapped.pop(index % len(self.swapped))
+        layout = self.cache.layout
+        fits = layout.pages_for(request.tokens) * layout.num_planes <= self.cache.pages_available()
+        reqid = self.call(self.cache.swap_in, handle)
+        if self.exact:
+            assert (reqid is not None) == fits
+        if reqid is None:
+            handle.release()
+            self.begin()
+            return
+        assert reqid not in {other.reqid for other in self.requests}
+        assert not self.cache._state.backing.shared.has(reqid)
+        request.reqid, request.wanted = reqid, 0
+        self.requests.append(request)
+
+    @rule(offload=st.booleans())
+    def pause(self, offload: bool) -> None:
+        try:
+            self.call(partial(self.cache.pause, offload=offload))
+        except StateError as error:
+            if not self.faulty or "the cache stays paused" not in str(error):
+                raise
+        self.away = offload
+        if self.exact and offload:
+            assert self.cache.stats().created_bytes == self.driver.inner.used_bytes() == 0
+        self.cache.check_integrity()
+        self.resume()
+        self.away = False
+
+    def resume(self) -> None:
+        """Requests that shared pages may need more memory now: where it is short, they get it."""
+        layout = self.cache.layout
+        pages = [layout.pages_for(request.tokens) for request in self.requests if self.away]
+        fits = sum(pages) * layout.num_planes <= self.cache.pages_available()
+        try:
+            self.call(self.cache.resume)
+            assert fits or not self.exact
+        except OutOfPagesError:
+            assert not (fits and self.exact)
+            assert self.faulty or self.limit_pages < FULL_PAGES
+            self.limit_pages = FULL_PAGES
+            self.call(self.cache.set_memory_limit, FULL_PAGES * self.page_bytes)
+            self.resume()
+
     @rule()
     def trim(self) -> None:
         assert self.call(self.cache.trim) >= 0
@@ -227,7 +289,7 @@ class CacheMachine(SharingRules):
     @precondition(lambda self: not self.faulty)
     @rule(
         rules=st.integers(1, 4),
-        op=st.sampled_from(["create", "map", "set_access", "unmap"]),
+        op=st.sampled_from(["create", "map", "set_access", "unmap", "copy"]),
         at=st.integers(1, 4),
         name=st.sampled_from(["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"]),
     )
@@ -282,6 +344,7 @@ class CacheMachine(SharingRules):
             self.check()
             while self.requests:
                 self.free(0)
+            self.swapped.clear()
             end = time.monotonic() + 5
             while self.cache.trim() or self.cache.stats().created_bytes:
                 assert not self.in_step or self.cache.stats().created_bytes == 0
