@@ -67,14 +67,23 @@ class Requests:
             self._state.slots.deactivate(slot)
             self._state.lengths.reset(slot)
 
-    def end(self, slot: int, fence: Fence | None = None) -> None:
-        """Make an active slot idle behind a fence, by default one recorded now; its pages stay."""
+    def end(self, slot: int) -> None:
+        """Make an active slot idle behind the work queued so far; its pages stay."""
         state = self._state
         with state.gate.lock:
             state.require_running()
             state.slots.require_active(slot)
-            state.slots.release(slot, state.pool.driver.record_fence() if fence is None else fence)
-            state.lengths.reset(slot)
-            state.wanted.pop(slot, None)
-            state.unscheduled = True
-            self._mapper.wake()
+            self._leave(slot, state.pool.driver.record_fence())
+
+    def leave(self, slot: int, fence: Fence) -> None:
+        """*token* Make a leaving slot idle behind the copy of its rows."""
+        with self._state.gate.lock:
+            self._leave(slot, fence)
+
+    def _leave(self, slot: int, fence: Fence) -> None:
+        state = self._state
+        state.slots.release(slot, fence)
+        state.lengths.reset(slot)
+        state.wanted.pop(slot, None)
+        state.unscheduled = True
+        self._mapper.wake()
