@@ -7,7 +7,7 @@ a cache is paused its mapper rests and every call that would change something is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .backing import Growth
 from .errors import StateError
@@ -42,10 +42,14 @@ class Pauser:
         """Give memory back and return its bytes; see `SlicedKVCache.pause`."""
         state, pool = self._state, self._state.pool
         with state.work("pause"):
+            pool.driver.record_fence()  # refuses a capture, which waiting for the device would break
             created = pool.created_pages
-            rows = self._take_spans() if offload else ()
-            state.paused = True  # from here on no step counts on pages
+            with state.gate.lock:
+                state.paused = True  # from here on no step counts on pages, and nobody comes or goes
+                lens = self._lens() if offload else {}
+            rows: Rows = ()
             try:
+                rows = self._take_spans(lens)
                 pool.driver.synchronize()
                 trim_slots(state)
                 self._offload(rows)
@@ -55,14 +59,15 @@ class Pauser:
                 raise
             return (created - pool.created_pages) * pool.page_bytes
 
-    def _take_spans(self) -> Rows:
-        """Host memory for the rows of every active slot that has pages."""
+    def _lens(self) -> dict[int, int]:
+        """Tokens of every active slot that has pages. Lock held."""
         state = self._state
-        with state.gate.lock:
-            slots = [slot for slot in sorted(state.slots.active) if state.backing.mapped(slot)]
-            lens = [state.lengths.touched[slot] for slot in slots]
-        spans = state.host.take([self._mover.num_bytes(seq_len) for seq_len in lens])
-        return tuple(zip(slots, spans, lens, strict=True))
+        return {slot: state.lengths.touched[slot] for slot in state.slots.active if state.backing.mapped(slot)}
+
+    def _take_spans(self, lens: Mapping[int, int]) -> Rows:
+        """Host memory for the rows of slots."""
+        spans = self._state.host.take([self._mover.num_bytes(seq_len) for seq_len in lens.values()])
+        return tuple((slot, span, seq_len) for (slot, seq_len), span in zip(lens.items(), spans, strict=True))
 
     def _offload(self, rows: Rows) -> None:
         """Copy rows out and unmap their slots."""
