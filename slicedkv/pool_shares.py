@@ -25,9 +25,15 @@ class Shares:
     """The caches of one pool, in order of opening. Everything is called with the gate's lock held.
 
     A cache that is collected before it was closed, as when opening it fails, is forgotten.
+
+    Attributes
+    ----------
+    own_pool : bool
+        The pool was opened by a cache, not by the caller: it and its driver end with the last of the caches.
     """
 
     def __init__(self) -> None:
+        self.own_pool = False
         self._members: list[weakref.ref[CacheState]] = []
 
     @property

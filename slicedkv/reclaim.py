@@ -106,9 +106,8 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
     Raises
     ------
     OutOfPagesError
-        There is not that much; nothing was unmapped.
+        There is not that much: nothing was unmapped, unless requests came and took it meanwhile.
     """
-
     pool = state.pool
 
     def obtainable() -> int:
@@ -121,6 +120,10 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
         candidates = [(state, victims(state))]
         candidates += [(other, takeable(other)) for other in pool.shares.others(state)]
         total = obtainable() + sum(_pages(owner, found) for owner, found in candidates)
+    if total >= need_pages:
+        _take(candidates, lambda: obtainable() >= need_pages)
+        with state.gate.lock:
+            total = obtainable()  # less than was found, when an idle slot went to a request meanwhile
     if total < need_pages:
         raise OutOfPagesError(
             f"{need_pages} pages of {pool.page_bytes} bytes needed, {max(0, total)} can be had; free a request or "
@@ -128,7 +131,6 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
             requested=need_pages,
             available=max(0, total),
         )
-    _take(candidates, lambda: obtainable() >= need_pages)
 
 
 def _take(candidates: list[tuple[CacheState, list[Victim]]], enough: Callable[[], bool]) -> None:
@@ -217,6 +219,10 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
         pool.shares.check_limit(limit)
         candidates = [(member, takeable(member)) for member in (state, *pool.shares.others(state))]
         needed = limit + excess() - sum(_pages(owner, found) for owner, found in candidates)
+    if needed <= limit:
+        _take(candidates, lambda: excess() <= 0)
+        with state.gate.lock:
+            needed = limit + excess()  # more than was found, when an idle slot went to a request meanwhile
     if needed > limit:
         raise OutOfPagesError(
             f"memory_limit of {num_bytes} bytes holds {limit} pages of {pool.page_bytes} bytes, but requests need "
@@ -224,7 +230,6 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
             requested=needed,
             available=limit,
         )
-    _take(candidates, lambda: excess() <= 0)
     pool.set_memory_limit(num_bytes)
 
 

@@ -34,8 +34,6 @@ class CacheState:
     ----------
     host : HostPool
         Host memory for rows that are not in a slot.
-    owns_pool : bool
-        The pool and its driver end with this cache.
     min_share_pages : int
         Pages of the pool, over all planes, that no other cache may take from this one.
     wanted : dict of int to int
@@ -64,7 +62,6 @@ class CacheState:
     lengths: LengthTable
     host: HostPool
     meter: CopyMeter
-    owns_pool: bool = True
     min_share_pages: int = 0
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)

@@ -22,6 +22,8 @@ SHAPE |= {"max_batch_size": 4, "max_seq_len": 4096}
 SMALL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 SMALL |= {"max_batch_size": 2, "max_seq_len": 400, "page_bytes": 65536, "memory_limit": "8MiB"}
 """A small cache on the host's own memory."""
+SYNC: dict[str, Any] = {"mapper": "sync", "lookahead_tokens": 0, "reclaim_watermark": 0.0}
+"""Nothing is mapped or taken back but by the calls that need it."""
 
 
 def memory_files() -> int:
@@ -90,3 +92,17 @@ def mapped(cache: SlicedKVCache, reqid: int) -> int:
 def settle(cache: SlicedKVCache) -> None:
     """Wait until the mapper has nothing more to do."""
     wait_until(lambda: not cache._mapper._news and cache.pool.gate._holder is None)
+
+
+def grow(cache: SlicedKVCache, pages: int) -> int:
+    """A request of so many pages of K and as many of V."""
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: pages * TOKENS})
+    return reqid
+
+
+def most(cache: SlicedKVCache, reqid: int) -> int:
+    """Pages per plane that a request can have."""
+    while cache.step({reqid: (mapped(cache, reqid) + 1) * TOKENS}):
+        pass
+    return mapped(cache, reqid)

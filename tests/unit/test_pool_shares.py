@@ -1,45 +1,28 @@
 """Several caches on one pool: who is short takes what others do not need, down to their share and never below.
 
-Cases E3 and E4, and two caches that are short at the same time.
+Cases E3 and E4.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rig import PAGE, SHAPE, TOKENS, Rig, mapped
+from rig import PAGE, SHAPE, SMALL, SYNC, TOKENS, Rig, grow, mapped, memory_files, most
 from stamped_rows import KIB, LAYOUTS, begin, holds
 
-from slicedkv import ConfigError, DriverError, OutOfPagesError, PagePool, SlicedKVCache
+from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache
 from slicedkv.vmm.host import HostDriver
-
-SYNC: dict[str, Any] = {"mapper": "sync", "lookahead_tokens": 0, "reclaim_watermark": 0.0}
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     with Rig(limit_pages=40) as rig:
         yield rig
-
-
-def grow(cache: SlicedKVCache, pages: int) -> int:
-    """A request of so many pages of K and as many of V."""
-    reqid = cache.alloc_reqid()
-    assert cache.step({reqid: pages * TOKENS})
-    return reqid
-
-
-def most(cache: SlicedKVCache, reqid: int) -> int:
-    """Pages per plane that a request can have."""
-    while cache.step({reqid: (mapped(cache, reqid) + 1) * TOKENS}):
-        pass
-    return mapped(cache, reqid)
 
 
 @pytest.mark.parametrize("mapper", ["sync", "background"])
@@ -183,85 +166,21 @@ def test_limits_know_the_shares(rig: Rig) -> None:
     two.close()
 
 
-def test_the_work_of_the_other_cache_is_waited_for(rig: Rig) -> None:
-    one, two = rig.open(**SYNC), rig.open(**SYNC)
-    idle = grow(one, 15)
-    rig.fake.hold_fences = True
-    one.free_reqid(idle)
-    finished: list[float] = []
-    unmapped: list[float] = []
-    rig.driver.on_call = lambda op, args: unmapped.append(time.monotonic()) if op == "unmap" else None
-    timer = threading.Timer(0.05, lambda: finished.append(time.monotonic()) or rig.fake.finish_fences())
-    timer.start()
-    assert two.step({two.alloc_reqid(): 15 * TOKENS})
-    timer.join()
-    assert min(unmapped) >= finished[0]
-    rig.driver.on_call = None
-    one.close()
-    two.close()
-
-
-@pytest.mark.parametrize("op", ["unmap", "create", "map"])
-def test_taking_that_fails_at_any_call_loses_nothing(op: str) -> None:
-    with Rig(limit_pages=40, extent_pages=4) as rig:
-        one, two = rig.open(**SYNC, layout="per_layer", num_layers=2, max_seq_len=9000), rig.open(**SYNC)
-        active, idle = one.alloc_reqid(), one.alloc_reqid()
-        assert one.step({active: 2 * 1024, idle: 5 * 1024})
-        one.free_reqid(idle)
-        reqid = two.alloc_reqid()
-        failures = 0
-        while True:
-            rig.driver.heal()
-            rig.driver.fail(op, at=failures + 1)
-            before = (one.stats().active_bytes, one.stats().used_bytes, two.stats().mapped_bytes)
-            try:
-                assert two.step({reqid: 14 * TOKENS})
-                break
-            except DriverError:
-                failures += 1
-            assert (one.stats().active_bytes, one.stats().used_bytes, two.stats().mapped_bytes) == before
-            one.check_integrity()
-        assert failures > 0
-        assert one.step({active: 2 * 1024})
-        rig.driver.heal()
-        one.close()
-        two.close()
-
-
-def test_two_that_are_short_at_once_both_get_on(rig: Rig) -> None:
-    """Each thread fills its share and frees it, again and again, with mappers at work; nobody waits for ever."""
-    caches = [rig.open(min_share=16 * PAGE), rig.open(min_share=16 * PAGE, layout="interleaved")]
-    failures: list[BaseException] = []
-    turns = [0, 0]
-
-    def work(index: int) -> None:
-        cache, numbers = caches[index], random.Random(index)
-        try:
-            while time.monotonic() < end:
-                promised = cache.layout.tokens_backed(8 // cache.layout.num_planes)
-                first, second = cache.alloc_reqid(), cache.alloc_reqid(promised)
-                assert cache.step({first: promised, second: promised}), "its share is its own"
-                cache.step({first: numbers.randrange(4000)})
-                if numbers.random() < 0.3:
-                    cache.trim()
-                cache.free_reqid(first)
-                cache.free_reqid(second)
-                turns[index] += 1
-        except BaseException as error:
-            failures.append(error)
-
-    end = time.monotonic() + 2
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive(), "a deadlock"
-    assert not failures
-    assert min(turns) > 5
-    for cache in caches:
-        cache.check_integrity()
-        cache.close()
+@pytest.mark.parametrize("first_opened_first", [True, False])
+def test_a_pool_that_a_cache_opened_ends_with_the_last_of_its_caches(first_opened_first: bool) -> None:
+    files = memory_files()
+    one = SlicedKVCache(**SMALL)
+    two = SlicedKVCache(**SMALL | {"memory_limit": None}, pool=one.pool)
+    first, last = (one, two) if first_opened_first else (two, one)
+    for cache in (one, two):
+        begin(cache, 100, 1)
+    first.close()
+    assert memory_files() == files + 1
+    assert last.step({last.alloc_reqid(): 200})
+    assert holds(last, 0, 100, 1)
+    last.check_integrity()
+    last.close()
+    assert memory_files() == files
 
 
 @pytest.mark.parametrize("seed", range(6))
