@@ -1,0 +1,190 @@
+"""Rules of the cache machine that move memory: swapping, pausing, and a second cache on the same pool.
+
+Rows that come back are read again by the machine's own check after each rule; the second cache's are read here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from model import SLOTS, Request, picks
+
+from slicedkv import CapacityError, DriverError, OutOfPagesError, SlicedKVCache, StateError
+
+SWAP_LIMIT = 1 << 20
+SECOND_SLOTS, SECOND_TOKENS = 2, 100
+
+second_caches = st.one_of(
+    st.none(),
+    st.fixed_dictionaries(
+        {
+            "layout": st.sampled_from(["sliced", "interleaved", "per_layer"]),
+            "mapper": st.sampled_from(["sync", "background"]),
+            "min_share": st.sampled_from([None, 0.1, 0.25]),
+        }
+    ),
+)
+"""Options of the second cache, or None."""
+
+
+class MovingRules(RuleBasedStateMachine):
+    """Needs `cache`, `requests`, `call`, `check`, `pick` and `exact` of the machine."""
+
+    cache: SlicedKVCache
+    requests: list[Request]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second: SlicedKVCache | None = None
+        self.second_lens: dict[int, int] = {}
+
+    def open_second(self, options: dict[str, Any] | None, shape: dict[str, Any]) -> None:
+        if options is not None:
+            slots = {"max_batch_size": SECOND_SLOTS, "max_seq_len": SECOND_TOKENS}
+            self.second = SlicedKVCache(**shape, **slots, pool=self.cache.pool, **options)
+
+    @property
+    def second_bytes(self) -> int:
+        """Memory that the second cache has mapped."""
+        return self.second.stats().mapped_bytes if self.second else 0
+
+    @property
+    def second_share(self) -> int:
+        """Pages it is promised."""
+        return self.second._state.min_share_pages if self.second else 0
+
+    @property
+    def second_in_step(self) -> bool:
+        """True when nothing happens behind our back in it."""
+        return not self.second or self.second._state.config.mapper == "sync"
+
+    # --- swapping ---------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> list[Request]:
+        """Requests that have a slot."""
+        return [request for request in self.requests if request.handle is None]
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks)
+    def swap_out(self, index: int) -> None:
+        request = self.pick(index)
+        if request.handle is not None:
+            return
+        before = self.cache.stats().swapped_bytes
+        try:
+            request.handle = self.call(self.cache.swap_out, request.reqid)
+        except CapacityError:
+            assert self.cache.stats().swapped_bytes == before
+            needed = -(-request.tokens * self.cache.layout.token_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            assert needed * SLOTS > SWAP_LIMIT - before, "what three others hold leaves four places at most"
+            return
+        assert request.handle.seq_len == request.tokens
+
+    @precondition(lambda self: self.requests)
+    @rule(index=picks)
+    def swap_in(self, index: int) -> None:
+        request = self.pick(index)
+        handle = request.handle
+        if handle is None:
+            return
+        fits = self.cache.can_admit(handle.seq_len)
+        reqid = self.call(self.cache.swap_in, handle)
+        assert reqid is not None or not (self.exact and fits), "it was said to fit"
+        if reqid is None:
+            return
+        request.reqid, request.handle, request.wanted = reqid, None, 0
+        with pytest.raises(StateError, match="swapped in or released"):
+            self.call(self.cache.swap_in, handle)
+
+    def end(self, request: Request) -> None:
+        """Free a request, in its slot or in host memory; neither can be done twice."""
+        again: tuple[Any, ...] = (self.cache.free_reqid, request.reqid)
+        if request.handle is None:
+            self.call(*again)
+        else:
+            request.handle.release()
+            again = self.cache.swap_in, request.handle
+        self.requests.remove(request)
+        with pytest.raises(StateError, match=r"freed already|released already"):
+            self.call(*again)
+
+    @invariant()
+    def host_memory_is_what_handles_hold(self) -> None:
+        held = sum(request.handle.num_bytes for request in self.requests if request.handle is not None)
+        assert self.cache.stats().swapped_bytes == held
+
+    # --- pausing ----------------------------------------------------------------------------------------------------
+
+    @rule(offload=st.booleans())
+    def pause_and_resume(self, offload: bool) -> None:
+        cache = self.cache
+        try:
+            self.call(cache.pause, offload=offload)
+        except CapacityError:
+            assert offload
+            return
+        stats = cache.stats()
+        assert stats.idle_bytes == 0
+        assert not (offload and stats.mapped_bytes)
+        assert stats.active_slots == len(self.active)
+        cache.check_integrity()
+        with pytest.raises((StateError, DriverError), match=r"paused; call resume\(\)|injected"):
+            cache.trim()  # says what went wrong in the background first
+        while cache._state.paused:
+            try:
+                cache.resume()
+            except (DriverError, OutOfPagesError) as error:
+                assert "injected" in f"{error} {error.__cause__}"  # noqa: PT017 (it is tried again)
+
+    # --- the second cache -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.second)
+    @rule(tokens=st.integers(0, SECOND_TOKENS))
+    def second_grows(self, tokens: int) -> None:
+        assert self.second
+        if len(self.second_lens) < SECOND_SLOTS:
+            self.second_lens[self.call(self.second.alloc_reqid)] = 0
+        reqid = min(self.second_lens, key=self.second_lens.__getitem__)
+        tokens = max(tokens, self.second_lens[reqid])
+        fits = self.second.pages_needed({reqid: tokens}) <= self.second.pages_available()
+        ok = self.call(self.second.step, {reqid: tokens})
+        if self.exact:
+            assert ok == fits
+        if ok:
+            self.second_lens[reqid] = tokens
+            for layer in range(self.second.layout.num_layers):
+                self.second.k(layer)[reqid, :tokens] = self.second.v(layer)[reqid, :tokens] = reqid + layer
+
+    @precondition(lambda self: self.second_lens)
+    @rule()
+    def second_frees(self) -> None:
+        assert self.second
+        reqid = max(self.second_lens)
+        self.call(self.second.free_reqid, reqid)
+        del self.second_lens[reqid]
+
+    @invariant()
+    def second_rows_are_its_own(self) -> None:
+        for reqid, tokens in self.second_lens.items():
+            assert self.second
+            for layer in range(self.second.layout.num_layers):
+                for view in (self.second.k(layer), self.second.v(layer)):
+                    found = view[reqid, :tokens]
+                    assert torch.equal(found, torch.full_like(found, reqid + layer))
+
+    @invariant()
+    def shares_are_there(self) -> None:
+        if self.second:
+            with self.cache.pool.gate.work("test"):
+                lacking = self.second_share - self.second._state.backing.mapped_pages
+                assert self.cache.pool.available_pages >= lacking
+
+    def close_second(self) -> None:
+        if self.second:
+            self.second.close()
