@@ -57,9 +57,14 @@ def victims(state: CacheState) -> list[Victim]:
 
 def takeable(state: CacheState) -> list[Victim]:
     """What other caches may take from this one: `victims`, idle slots first, down to its share. Lock held."""
+    return _beyond_share(state, sorted(victims(state), key=lambda victim: state.slots.is_active(victim.slot)))
+
+
+def _beyond_share(state: CacheState, candidates: list[Victim]) -> list[Victim]:
+    """As much of `candidates`, in their order, as leaves a cache its share."""
     beyond = (state.backing.mapped_pages - state.min_share_pages) // state.layout.num_planes
     found = []
-    for slot, pages in sorted(victims(state), key=lambda victim: state.slots.is_active(victim.slot)):
+    for slot, pages in candidates:
         whole = state.backing.shrinkable(slot, state.backing.mapped(slot) - min(pages, max(0, beyond)))
         if whole:
             found.append(Victim(slot, whole))
@@ -217,7 +222,8 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
 
     with state.gate.lock:
         pool.shares.check_limit(limit)
-        candidates = [(member, takeable(member)) for member in (state, *pool.shares.others(state))]
+        candidates = [(state, _beyond_share(state, victims(state)))]
+        candidates += [(other, takeable(other)) for other in pool.shares.others(state)]
         needed = limit + excess() - sum(_pages(owner, found) for owner, found in candidates)
     if needed <= limit:
         _take(candidates, lambda: excess() <= 0)
