@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rig import PAGE, SHAPE, SMALL, SYNC, TOKENS, Rig, grow, mapped, memory_files, most
+from rig import PAGE, SHAPE, SMALL, SYNC, TOKENS, Rig, grow, mapped, memory_files, most, settle, wait_until
 from stamped_rows import KIB, LAYOUTS, begin, holds
 
 from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache
@@ -94,10 +93,10 @@ def test_a_share_is_always_there(rig: Rig) -> None:
 def test_work_ahead_of_need_keeps_to_the_shares(rig: Rig) -> None:
     one = rig.open(reclaim_watermark=0.0, eager_tokens=40 * TOKENS)
     two = rig.open(**SYNC, min_share=30 * PAGE)
-    one.prefetch(one.alloc_reqid(), 100 * TOKENS)
-    end = time.monotonic() + 0.1
-    while time.monotonic() < end:
-        assert one.stats().mapped_bytes <= 10 * PAGE
+    one.alloc_reqid(100 * TOKENS)  # asked for in one call, so that it comes before the eager pages
+    wait_until(lambda: one.stats().mapped_bytes >= 10 * PAGE)
+    settle(one)
+    assert one.stats().mapped_bytes == 10 * PAGE
     assert most(two, two.alloc_reqid()) == 15
     one.close()
     two.close()
