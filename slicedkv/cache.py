@@ -1,7 +1,7 @@
 """`SlicedKVCache`, the facade: what an engine calls. It checks arguments, takes the lock and asks the other parts.
 
 Knows nothing of attention. What is mapped when is decided in `planner` (ahead of need) and `growth` (now), what may be
-taken back in `reclaim`.
+taken back in `victims`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from .movable import MovableMemory
 from .page_pool import PagePool
 from .pause import Pauser
 from .planner import Planner
-from .reclaim import available_pages, has_room, set_memory_limit, trim
+from .reclaim import set_memory_limit, trim
 from .requests import Requests
 from .rows import RowMover
 from .sharing import PrefixSharing, Sharer
 from .stats import CacheStats
 from .stepping import Stepper
 from .swap import Swapper
+from .victims import available_pages, has_room
 from .views import KVViews
 from .writing import CopyOnWrite
 from .zeroing import Zeroer

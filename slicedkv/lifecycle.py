@@ -102,7 +102,9 @@ def open_pool(config: CacheConfig) -> PagePool:
             free_bytes=driver.memory_info().free_bytes,
             default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5),
         )
-        return PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+        pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+        pool.shares.own_pool = True
+        return pool
     except BaseException:
         driver.close()
         raise
@@ -131,7 +133,7 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
         raise
     slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
     host = HostPool(pool.driver, pool.gate, _swap_limit(config))
-    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver), owns_pool=owned)
+    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver))
     try:
         state.min_share_pages = _min_share_pages(config, pool)
         with pool.gate.work("opening a cache"):
@@ -180,7 +182,7 @@ def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
 
 
 def shut_down(state: CacheState, mapper: Mapper) -> None:
-    """Stop the mapper, wait for the device, unmap everything, and close the driver unless the pool is shared.
+    """Stop the mapper, wait for the device, unmap everything; the last cache of a pool that a cache opened ends it too.
 
     Raises
     ------
@@ -196,9 +198,10 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
         state.pool.driver.synchronize()
         state.backing.unmap_all(unknown=state.slots.lost)
         state.host.close()
+        shares = state.pool.shares
         with state.gate.lock:
-            state.pool.shares.leave(state)
-        if state.owns_pool:
+            shares.leave(state)
+        if shares.own_pool and not shares.members:
             state.pool.trim()
             state.pool.driver.close()
         state.closed = True

@@ -9,7 +9,7 @@ but those that make room for `resume`: ending a request and moving the limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .backing import Growth
 from .errors import StateError
@@ -44,12 +44,14 @@ class Pauser:
         """Give memory back and return its bytes; see `SlicedKVCache.pause`."""
         state, pool = self._state, self._state.pool
         with state.work("pause"):
+            pool.driver.record_fence()  # refuses a capture, which waiting for the device would break
             created = pool.created_pages
-            rows: Rows = ()
             with state.gate.lock:
-                state.paused = True  # from here on no step counts on pages, and no request ends or grows
+                state.paused = True  # from here on no step counts on pages, and nobody comes, grows or goes
+                lens = self._lens() if offload else {}
+            rows: Rows = ()
             try:
-                rows = self._take_spans() if offload else ()
+                rows = self._take_spans(lens)
                 pool.driver.synchronize()
                 trim_slots(state)
                 self._offload(rows)
@@ -59,14 +61,15 @@ class Pauser:
                 raise
             return (created - pool.created_pages) * pool.page_bytes
 
-    def _take_spans(self) -> Rows:
-        """Host memory for the rows of every active slot that has pages."""
+    def _lens(self) -> dict[int, int]:
+        """Tokens of every active slot that has pages. Lock held."""
         state = self._state
-        with state.gate.lock:
-            slots = [slot for slot in sorted(state.slots.active) if state.backing.mapped(slot)]
-            lens = [state.lengths.touched[slot] for slot in slots]
-        spans = state.host.take([self._mover.num_bytes(seq_len) for seq_len in lens])
-        return tuple(zip(slots, spans, lens, strict=True))
+        return {slot: state.lengths.touched[slot] for slot in sorted(state.slots.active) if state.backing.mapped(slot)}
+
+    def _take_spans(self, lens: Mapping[int, int]) -> Rows:
+        """Host memory for the rows of slots."""
+        spans = self._state.host.take([self._mover.num_bytes(seq_len) for seq_len in lens.values()])
+        return tuple((slot, span, seq_len) for (slot, seq_len), span in zip(lens.items(), spans, strict=True))
 
     def _offload(self, rows: Rows) -> None:
         """Copy rows out and unmap their slots."""

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from .backing import Growth
 from .growth import Reason, grow_slots
-from .reclaim import next_slot, reclaim_slot, victims
+from .reclaim import reclaim_slot
 from .state import CacheState
+from .victims import next_slot, victims
 
 __all__ = ["Planner", "Work"]
 

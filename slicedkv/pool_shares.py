@@ -1,7 +1,7 @@
 """`Shares`: the caches that draw on one pool, and how much of it each is promised (`min_share`).
 
 What a cache was promised and has not mapped is kept for it: free or creatable pages that no other cache may take. A
-cache that is short takes what others hold beyond their share and do not need, see `reclaim`.
+cache that is short takes what others hold beyond their share and do not need, see `victims`.
 
 All caches of a pool have one gate. Whoever changes what is mapped, of its own or of another cache, holds that gate's
 work token; whoever reads or changes books holds its lock, taken after the token and never before. Nobody ever holds two
@@ -25,9 +25,15 @@ class Shares:
     """The caches of one pool, in order of opening. Everything is called with the gate's lock held.
 
     A cache that is collected before it was closed, as when opening it fails, is forgotten.
+
+    Attributes
+    ----------
+    own_pool : bool
+        The pool was opened by a cache, not by the caller: it and its driver end with the last of the caches.
     """
 
     def __init__(self) -> None:
+        self.own_pool = False
         self._members: list[weakref.ref[CacheState]] = []
 
     @property

@@ -1,117 +1,31 @@
-"""What may be taken back when memory is short, in which order, and taking it back.
+"""Taking back what may be taken when memory is short, see `victims`, and moving the limit.
 
-The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
-and the slot that would be handed out next last. Then comes what other caches of the same pool hold beyond their
-`min_share`, idle slots before margin. Nothing is unmapped before the work that may use it is done on the device.
-Functions marked *token* are called by whoever holds the gate's work token, which all caches of a pool share.
+Nothing is unmapped before the work that may use it is done on the device. Functions marked *token* are called by
+whoever holds the gate's work token, which all caches of a pool share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
 
 from .errors import OutOfPagesError, StateError
 from .state import CacheState
+from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
 from .vmm.base import Fence
 
 __all__ = [
-    "available_pages",
     "claim_share",
-    "has_room",
-    "next_slot",
     "reclaim_slot",
     "require_room",
     "set_memory_limit",
     "take_back",
-    "takeable",
     "trim",
     "trim_slots",
-    "victims",
     "wait_for",
     "wait_for_slot",
 ]
 
 _FENCE_TIMEOUT_S = 4.0
-
-
-class Victim(NamedTuple):
-    """A slot, the pages per plane that can be taken from it, and those of them that become free.
-
-    They become free when all victims before are taken too; what slots share becomes free with the last of them.
-    """
-
-    slot: int
-    pages: int
-    freed: int
-
-
-Candidates: TypeAlias = list[tuple[CacheState, list[Victim]]]
-
-
-def next_slot(state: CacheState) -> int | None:
-    """The slot best fit would hand out next for a short request. Lock held."""
-    return state.slots.best_fit(1, state.reusable_pages)
-
-
-def victims(state: CacheState) -> list[Victim]:
-    """Everything that may be taken back, first things first. Lock held."""
-    coming = next_slot(state)
-    ranked: list[tuple[tuple[int, int], int, int]] = []
-    for slot in state.slots.active | state.slots.idle:
-        idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
-        rank = 0 if state.slots.is_active(slot) else idle_rank
-        if pages := state.spare_pages(slot):
-            ranked.append(((rank, -pages), slot, pages))
-    release = state.backing.shared.release()
-    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in sorted(ranked)]
-
-
-def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:
-    """`victims` down to the cache's share; idle slots first, unless it is for the cache's `own` sake. Lock held."""
-    backing = state.backing
-    beyond = max(0, backing.staying_pages - state.min_share_pages) // state.layout.num_planes
-    release, found = backing.shared.release(), []
-    for slot, pages, _ in sorted(victims(state), key=lambda victim: not own and state.slots.is_active(victim.slot)):
-        whole, freed = release.drop(slot, pages, beyond)
-        if whole:
-            found.append(Victim(slot, whole, freed))
-            beyond -= freed
-    return found
-
-
-def _freed_pages(state: CacheState, found: list[Victim]) -> int:
-    """Pages over all planes that become free."""
-    return sum(victim.freed for victim in found) * state.layout.num_planes
-
-
-def _candidates(state: CacheState) -> Candidates:
-    """What one cache may take: of its own, then of the others on its pool. Lock held."""
-    others = state.pool.shares.others(state)
-    return [(state, victims(state)), *((other, takeable(other)) for other in others)]
-
-
-def _obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
-    """Pages that can be had without unmapping anything, beside what other caches were promised."""
-    pool = state.pool
-    unpromised = pool.free_pages - pool.shares.promised(besides=state)
-    return unpromised + (pool.creatable_pages if creatable is None else creatable)
-
-
-def available_pages(state: CacheState) -> int:
-    """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    return max(0, _obtainable_pages(state) + sum(_freed_pages(*candidate) for candidate in _candidates(state)))
-
-
-def has_room(state: CacheState, pages: int) -> bool:
-    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for. Lock held.
-
-    Never while the cache is paused.
-    """
-    if state.paused or not state.slots.idle:
-        return False
-    asked = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-    return (pages + asked) * state.layout.num_planes <= available_pages(state)
 
 
 def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> Candidates:
@@ -122,18 +36,22 @@ def require_room(state: CacheState, need_pages: int, creatable: int | None = Non
     OutOfPagesError
         See `take_back`.
     """
-    pool = state.pool
     with state.gate.lock:
-        candidates = _candidates(state)
-        total = _obtainable_pages(state, creatable) + sum(_freed_pages(*candidate) for candidate in candidates)
+        found = candidates(state)
+        total = obtainable_pages(state, creatable) + sum(freed_pages(*part) for part in found)
+    _refuse_beyond(state, need_pages, total)
+    return found
+
+
+def _refuse_beyond(state: CacheState, need_pages: int, total: int) -> None:
     if total < need_pages:
+        pool, total = state.pool, max(0, total)
         raise OutOfPagesError(
-            f"{need_pages} pages of {pool.page_bytes} bytes needed, {max(0, total)} can be had; free a request or "
+            f"{need_pages} pages of {pool.page_bytes} bytes needed, {total} can be had; free a request or "
             f"raise the memory limit of {pool.memory_limit} bytes",
             requested=need_pages,
-            available=max(0, total),
+            available=total,
         )
-    return candidates
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
@@ -151,21 +69,23 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
     Raises
     ------
     OutOfPagesError
-        There is not that much; nothing was unmapped.
+        There is not that much: nothing was unmapped, unless requests came and took it meanwhile.
     """
 
-    def enough() -> bool:
+    def obtainable() -> int:
         with state.gate.lock:
-            return _obtainable_pages(state, creatable) >= need_pages
+            return obtainable_pages(state, creatable)
 
-    if not enough():
-        _take(require_room(state, need_pages, creatable), enough)
+    if obtainable() < need_pages:
+        _take(require_room(state, need_pages, creatable), lambda: obtainable() >= need_pages)
+        # Less than was found, when an idle slot went to a request meanwhile.
+        _refuse_beyond(state, need_pages, obtainable())
 
 
-def _take(candidates: Candidates, enough: Callable[[], bool]) -> None:
+def _take(found: Candidates, enough: Callable[[], bool]) -> None:
     """*token* Unmap what was found in caches, one slot after another, until there is enough."""
-    for owner, found in candidates:
-        for slot, pages, _ in found:
+    for owner, part in found:
+        for slot, pages, _ in part:
             if enough():
                 return
             reclaim_slot(owner, slot, wait=True, keep_pages=owner.backing.mapped(slot) - pages)
@@ -229,8 +149,8 @@ def wait_for(state: CacheState, fence: Fence, what: str) -> None:
 def trim_slots(state: CacheState) -> None:
     """*token* Unmap everything that may be taken back. Waits, for a bounded time, for device work on it."""
     with state.gate.lock:
-        candidates = victims(state)
-    for victim in candidates:
+        found = victims(state)
+    for victim in found:
         reclaim_slot(state, victim.slot, wait=True)
 
 
@@ -253,15 +173,23 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
     pool = state.pool
     limit = pool.pages_in_limit(num_bytes)
 
-    def excess() -> int:
-        """Pages in use, or promised, that the new limit does not hold."""
-        return pool.created_pages - pool.free_pages + pool.shares.promised() - limit
+    def in_use() -> int:
+        """Pages that are mapped or promised. Lock held."""
+        return pool.created_pages - pool.free_pages + pool.shares.promised()
+
+    def enough() -> bool:
+        with state.gate.lock:
+            return in_use() <= limit
 
     with state.gate.lock:
         pool.shares.check_limit(limit)
         others = pool.shares.others(state)
-        candidates = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
-        needed = limit + excess() - sum(_freed_pages(*candidate) for candidate in candidates)
+        found = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
+        needed = in_use() - sum(freed_pages(*part) for part in found)
+    if needed <= limit:
+        _take(found, enough)
+        with state.gate.lock:
+            needed = in_use()  # more than was found, when an idle slot went to a request meanwhile
     if needed > limit:
         raise OutOfPagesError(
             f"memory_limit of {num_bytes} bytes holds {limit} pages of {pool.page_bytes} bytes, but requests need "
@@ -269,12 +197,6 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
             requested=needed,
             available=limit,
         )
-
-    def enough() -> bool:
-        with state.gate.lock:
-            return excess() <= 0
-
-    _take(candidates, enough)
     pool.set_memory_limit(num_bytes)
 
 

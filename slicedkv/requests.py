@@ -101,28 +101,32 @@ class Requests:
             state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
             self._mapper.wake()
 
-    def end(self, slot: int, fence: Fence | None = None) -> None:
-        """Make an active slot idle behind a fence, by default one recorded now; its pages stay.
-
-        What of it is in host memory, while the cache is paused, is given back. A pause under way is waited for.
-        """
+    def end(self, slot: int) -> None:
+        """Make an active slot idle behind the work queued so far; its pages stay. A pause under way is waited for."""
         state = self._state
         with state.gate.lock:
             if not state.paused:
-                self._end(slot, fence)
+                self._end(slot)
                 return
         with state.work("free_reqid", paused=True), state.gate.lock:
-            self._end(slot, fence)
+            self._end(slot)
 
-    def _end(self, slot: int, fence: Fence | None) -> None:
+    def _end(self, slot: int) -> None:
         """Lock held, and the work token while the cache is paused."""
+        self._state.slots.require_active(slot)
+        self._leave(slot, self._state.fence_behind(slot))
+
+    def leave(self, slot: int, fence: Fence) -> None:
+        """*token* Make a leaving slot idle behind the copy of its rows."""
+        with self._state.gate.lock:
+            self._leave(slot, fence)
+
+    def _leave(self, slot: int, fence: Fence) -> None:
+        """Lock held. What of the request is in host memory, while the cache is paused, is given back."""
         state = self._state
-        state.slots.require_active(slot)
-        state.slots.release(slot, state.fence_behind(slot) if fence is None else fence)
+        state.slots.release(slot, fence)
         state.lengths.reset(slot)
         state.wanted.pop(slot, None)
-        span = state.offloaded.pop(slot, None)
-        if span is not None:
-            state.host.give_back(span)
+        state.drop_offloaded(slot)
         state.unscheduled = True
         self._mapper.wake()

@@ -64,10 +64,10 @@ class RowMover:
             if self._zeroer is not None:
                 self._zeroer.clean(slot)
         fence = self._copy(rows, out=False)
-        self._driver.order_after(fence)
         with state.gate.lock:
             for slot, _, _ in rows:
                 state.slots.set_fence(slot, fence)
+        self._driver.order_after(fence)  # when this fails, the copies run all the same
         return fence
 
     def _copy(self, rows: list[tuple[int, HostSpan, int]], *, out: bool) -> Fence:

@@ -1,6 +1,6 @@
 """`CacheState`: what the parts of one cache share, and the few facts that follow from several of them.
 
-No policy lives here: `reclaim` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
+No policy lives here: `victims` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
 see. Everything is read and changed with the gate's lock held unless a docstring says otherwise.
 """
 
@@ -35,8 +35,6 @@ class CacheState:
     ----------
     host : HostPool
         Host memory for rows that are not in a slot.
-    owns_pool : bool
-        The pool and its driver end with this cache.
     min_share_pages : int
         Pages of the pool, over all planes, that no other cache may take from this one.
     wanted : dict of int to int
@@ -65,7 +63,6 @@ class CacheState:
     lengths: LengthTable
     host: HostPool
     meter: CopyMeter
-    owns_pool: bool = True
     min_share_pages: int = 0
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
@@ -119,6 +116,12 @@ class CacheState:
         self.lengths.reset(slot)
         self.wanted.pop(slot, None)
         self.eager.pop(slot, None)
+
+    def drop_offloaded(self, slot: int) -> None:
+        """Give back what host memory a slot's request has while the cache is paused."""
+        span = self.offloaded.pop(slot, None)
+        if span is not None:
+            self.host.give_back(span)
 
     def fence_behind(self, slot: int) -> Fence:
         """A fence behind all that is queued on the current stream, and behind the slot's earlier fence."""

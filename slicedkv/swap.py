@@ -76,21 +76,32 @@ class Swapper:
 
     def swap_out(self, slot: int) -> SwapHandle:
         """Copy an active slot's rows out and make it idle; see `SlicedKVCache.swap_out`."""
-        state, host = self._state, self._state.host
+        state = self._state
         with state.work("swap_out"):
             with state.gate.lock:
                 state.slots.require_active(slot)
+                state.slots.set_leaving(slot, True)  # who frees it now, and gets it anew, must not lose it to us
                 seq_len, last_len = state.lengths.touched[slot], state.lengths.last(slot)
-            (span,) = host.take([self._mover.num_bytes(seq_len)])
-            handle = SwapHandle(seq_len, last_len, span, host)
             try:
-                fence = self._mover.copy_out([(slot, span, seq_len)])
-                self._requests.end(slot, fence)
+                return self._copy_and_end(slot, seq_len, last_len)
             except BaseException:
-                handle.release()
+                with state.gate.lock:
+                    state.slots.set_leaving(slot, False)
                 raise
-            with state.gate.lock:
-                state.counters.swaps_out += 1
+
+    def _copy_and_end(self, slot: int, seq_len: int, last_len: int) -> SwapHandle:
+        """Queue the copy of a leaving slot's rows and make it idle behind that."""
+        state = self._state
+        (span,) = state.host.take([self._mover.num_bytes(seq_len)])
+        handle = SwapHandle(seq_len, last_len, span, state.host)
+        try:
+            fence = self._mover.copy_out([(slot, span, seq_len)])
+        except BaseException:
+            handle.release()
+            raise
+        self._requests.leave(slot, fence)
+        with state.gate.lock:
+            state.counters.swaps_out += 1
         return handle
 
     def swap_in(self, handle: SwapHandle) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rig import TOKENS, Rig, mapped
 
-from slicedkv import DriverError, SlicedKVCache, StateError, SwapHandle
+from slicedkv import CapacityError, DriverError, SlicedKVCache, StateError, SwapHandle
 
 
 @pytest.fixture
@@ -184,6 +184,67 @@ def test_capture_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StateError, match="captures"):
             cache.swap_out(reqid)
     assert totals(cache) == before
+    cache.close()
+
+
+def test_a_request_on_its_way_out_cannot_be_freed_or_grown(rig: Rig) -> None:
+    """Or its slot could go to another request, which would then be ended, or lose pages under the copy."""
+    cache = rig.open(mapper="sync")
+    reqid = begin(cache, 3 * TOKENS)
+    refused: list[str] = []
+
+    def interfere(op: str, args: object) -> None:
+        for call in (cache.free_reqid, lambda reqid: cache.prefetch(reqid, 500), lambda r: cache.step({r: 500})):
+            with pytest.raises(StateError, match="another thread is swapping it out"):
+                call(reqid)
+            refused.append(op)
+
+    rig.driver.on_call = lambda op, args: interfere(op, args) if op in {"pin", "copy"} else None
+    handle = cache.swap_out(reqid)
+    rig.driver.on_call = None
+    assert refused == ["pin"] * 3 + ["copy"] * 6
+    cache.check_integrity()
+    again = cache.swap_in(handle)
+    assert cache.step({again: 500})
+    cache.close()
+
+
+def test_a_request_that_could_not_leave_is_as_before(rig: Rig) -> None:
+    cache = rig.open(mapper="sync", swap_limit=4096)
+    reqid = begin(cache, 3 * TOKENS)
+    with pytest.raises(CapacityError):
+        cache.swap_out(reqid)
+    assert cache.step({reqid: 500})
+    cache.free_reqid(reqid)
+    cache.close()
+
+
+def test_pages_are_not_unmapped_under_a_copy_in_that_nobody_could_be_ordered_after(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, fake = rig.open(mapper="sync"), rig.fake
+    handle = cache.swap_out(begin(cache, 100))
+    cache.trim()
+    before = totals(cache)
+    finished: list[float] = []
+    unmapped: list[float] = []
+
+    def fail(fence: object) -> None:
+        raise DriverError("order_after", 999, "CUDA_ERROR_UNKNOWN")
+
+    fake.hold_fences = True
+    rig.driver.on_call = lambda op, args: unmapped.append(time.monotonic()) if op == "unmap" else None
+    timer = threading.Timer(0.05, lambda: finished.append(time.monotonic()) or fake.finish_fences())
+    timer.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.driver, "order_after", fail)
+        with pytest.raises(DriverError, match="order_after"):
+            cache.swap_in(handle)
+    timer.join()
+    assert min(unmapped) >= finished[0]
+    assert totals(cache) == before
+    fake.hold_fences = False
+    assert cache.swap_in(handle) is not None
     cache.close()
 
 
