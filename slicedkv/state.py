@@ -116,6 +116,7 @@ class CacheState:
         self.lengths.reset(slot)
         self.wanted.pop(slot, None)
         self.eager.pop(slot, None)
+        self.drop_offloaded(slot)
 
     def drop_offloaded(self, slot: int) -> None:
         """Give back what host memory a slot's request has while the cache is paused."""

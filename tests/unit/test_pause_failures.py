@@ -174,3 +174,24 @@ def test_a_slot_whose_mapping_is_unknown_is_lost_and_the_cache_is_not_paused(rig
     assert cache.step({cache.alloc_reqid(): 10})
     cache.check_integrity()
     cache.close()
+
+
+def test_a_slot_that_is_lost_while_paused_takes_its_rows_with_it(rig: Rig) -> None:
+    """The copy in fails, then unmapping what was mapped for it, then mapping that back."""
+    cache = rig.open(mapper="sync", max_batch_size=2)
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: 100})
+    handles = rig.fake.mapped
+    cache.pause(offload=True)
+    rig.driver.fail("copy")
+    rig.driver.fail("unmap", at=2)
+    rig.driver.fail("map", at=handles + 1)
+    with pytest.raises(StateError, match=f"reqid {reqid}: pages .* out of use"):
+        cache.resume()
+    cache.check_integrity()
+    assert (cache.stats().swapped_bytes, cache.stats().active_slots) == (0, 0)
+    cache.resume()
+    with pytest.raises(StateError, match=f"reqid {reqid} is not active"):
+        cache.free_reqid(reqid)
+    assert cache.step({cache.alloc_reqid(): 10})
+    cache.close()
