@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import flashinfer
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slicedkv.attention import AttentionBackend, Batch
@@ -18,6 +20,8 @@ from slicedkv.layout import KVLayout
 
 PAGE_TOKENS = 16
 _WORKSPACE_BYTES = 256 << 20
+_NOBODYS = np.zeros(1, np.int32)
+_Row = tuple[NDArray[np.int32], int, int]  # a lane's pages, new tokens and length
 
 
 class PagedStats(NamedTuple):
@@ -38,7 +42,8 @@ class PagedCache:
         self.pages = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(layout.num_layers)
         ]
-        self.tables: list[list[int]] = [[] for _ in range(layout.max_batch_size)]
+        self._tables = np.zeros((layout.max_batch_size, -(-layout.max_seq_len // PAGE_TOKENS)), np.int32)
+        self._counts = [0] * layout.max_batch_size
         self._free = list(range(self.num_pages, 0, -1))
         self._idle = list(range(layout.max_batch_size - 1, -1, -1))
 
@@ -48,8 +53,8 @@ class PagedCache:
 
     def free_reqid(self, reqid: int) -> None:
         """Take a slot and its pages back; the stream's order keeps kernels right."""
-        self._free += reversed(self.tables[reqid])
-        self.tables[reqid] = []
+        self._free += self._tables[reqid, : self._counts[reqid]][::-1].tolist()
+        self._counts[reqid] = 0
         self._idle.append(reqid)
 
     def step(self, seq_lens: dict[int, int]) -> bool:
@@ -57,13 +62,20 @@ class PagedCache:
         if self.pages_needed(seq_lens) > self.pages_available():
             return False
         for reqid, length in seq_lens.items():
-            while len(self.tables[reqid]) < -(-length // PAGE_TOKENS):
-                self.tables[reqid].append(self._free.pop())
+            count = self._counts[reqid]
+            if missing := _pages(length) - count:
+                self._tables[reqid, count : count + missing] = self._free[: -missing - 1 : -1]
+                del self._free[-missing:]
+                self._counts[reqid] += missing
         return True
+
+    def table(self, reqid: int, seq_len: int) -> NDArray[np.int32]:
+        """Pages of a request's first tokens."""
+        return self._tables[reqid, : _pages(seq_len)]
 
     def pages_needed(self, seq_lens: dict[int, int]) -> int:
         """Pages over all planes that a step would take."""
-        missing = (max(0, -(-n // PAGE_TOKENS) - len(self.tables[reqid])) for reqid, n in seq_lens.items())
+        missing = (max(0, _pages(n) - self._counts[reqid]) for reqid, n in seq_lens.items())
         return sum(missing) * self.layout.num_planes
 
     def pages_available(self) -> int:
@@ -72,7 +84,7 @@ class PagedCache:
 
     def can_admit(self, seq_len: int) -> bool:
         """Whether a slot and pages for so many tokens are free."""
-        return bool(self._idle) and -(-seq_len // PAGE_TOKENS) <= len(self._free)
+        return bool(self._idle) and _pages(seq_len) <= len(self._free)
 
     def stats(self) -> PagedStats:
         """Bytes of the pages handed out."""
@@ -127,7 +139,7 @@ class PagedBackend(AttentionBackend):
 
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         rows = [
-            (self.cache.tables[reqid][: -(-n // PAGE_TOKENS)], q, n) if reqid != PADDED else ([0], q, q)
+            (self.cache.table(reqid, n), q, n) if reqid != PADDED else (_NOBODYS, q, q)
             for reqid, q, n in zip(batch.reqids, batch.q_lens, batch.seq_lens, strict=True)
         ]
         decoding = next((i for i, q in enumerate(batch.q_lens) if q != 1), len(rows))
@@ -141,11 +153,11 @@ class PagedBackend(AttentionBackend):
             ends = torch.tensor([0, *(q for _, q, _ in rest)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self._prefiller.plan(ends, *_table(rest), *self._heads, PAGE_TOKENS, causal=True, **self._dtypes)
 
-    def _plan_append(self, lanes: list[tuple[list[int], int, int]], *, graph: bool) -> None:
-        owners = [lane for lane, (_, q, _) in enumerate(lanes) for _ in range(q)]
-        positions = [n - q + i for _, q, n in lanes for i in range(q)]
+    def _plan_append(self, lanes: list[_Row], *, graph: bool) -> None:
+        owners = np.repeat(np.arange(len(lanes), dtype=np.int32), [q for _, q, _ in lanes])
+        positions = np.concatenate([np.arange(n - q, n, dtype=np.int32) for _, q, n in lanes])
         indptr, numbers, last = _table(lanes)
-        parts = [torch.tensor(owners, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32), indptr, last]
+        parts = [torch.from_numpy(owners), torch.from_numpy(positions), indptr, last]
         kind = len(lanes) if graph else 0
         if not graph or kind not in self._buffers:
             self._buffers[kind] = [part.to(self.device) for part in parts]
@@ -191,9 +203,13 @@ class PagedBackend(AttentionBackend):
             self._prefiller.run(q[rows:], self.cache.pages[layer], out=out[rows:])
 
 
-def _table(lanes: list[tuple[list[int], int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+def _pages(seq_len: int) -> int:
+    return -(-seq_len // PAGE_TOKENS)
+
+
+def _table(lanes: list[_Row]) -> tuple[Tensor, Tensor, Tensor]:
     """First entry of each lane, page numbers, and tokens on each last page."""
     counts = torch.tensor([0, *(len(pages) for pages, *_ in lanes)], dtype=torch.int32)
-    numbers = torch.tensor([page for pages, *_ in lanes for page in pages], dtype=torch.int32)
+    numbers = torch.from_numpy(np.concatenate([pages for pages, *_ in lanes]))
     last = torch.tensor([n - (len(pages) - 1) * PAGE_TOKENS for pages, _, n in lanes], dtype=torch.int32)
     return counts.cumsum(0, dtype=torch.int32), numbers, last

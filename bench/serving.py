@@ -4,8 +4,9 @@
 
 The same model, scheduler and requests, K and V managed as slices, interleaved, in a plane for each layer, in a paged
 cache (16 tokens a page, FlashInfer over real tables), or reserved for the longest request from the start. The memory is
-so small that it binds. Random weights of Llama-3-8B; requests as in the public traces arxiv_long_offline (a quarter as
-long) and azure_2023_conv, read from CSV files or drawn from distributions fitted to them.
+so small that it binds. A third workload has memory enough, and shows what single steps take when pages are mapped
+inside them ("sync") and beside them. Random weights of Llama-3-8B; requests are the first of the public traces
+arxiv_long_offline, azure_2023_conv and sync_vs_async_trace, from CSV files or drawn from distributions fitted to them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from slicedkv.integrations.transformers import attention_scale, cache_for_model
 NEEDS_GPU = True
 Row = dict[str, Any]
 MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "static")
+SYNC = "_sync"
+MAPPERS = tuple(layout + mapper for layout in ("sliced", "per_layer") for mapper in (SYNC, ""))
+CHUNK = 8192
+POINTS = 250
 
 
 class Workload(NamedTuple):
@@ -42,15 +47,18 @@ class Workload(NamedTuple):
     scale: float
     slots: int
     memory_bytes: int
+    managers: tuple[str, ...] = MANAGERS
 
 
 WORKLOADS = {
-    "long": Workload("arxiv_long_offline", 24, 0.25, 32, 16 * 10**9),
-    "chat": Workload("azure_2023_conv", 400, 1.0, 128, 4 * 10**9),
+    "long": Workload("arxiv_long_offline", 5, 1.0, 8, 32 * 10**9),
+    "chat": Workload("azure_2023_conv", 240, 1.0, 96, 6 * 10**9),
+    "steps": Workload("sync_vs_async_trace", 32, 1.0, 32, 24 * 10**9, MAPPERS),
 }
 QUICK = {
-    "long": Workload("arxiv_long_offline", 6, 0.1, 16, 5 * 10**9),
-    "chat": Workload("azure_2023_conv", 60, 1.0, 64, 10**9),
+    "long": Workload("arxiv_long_offline", 4, 0.1, 8, 4 * 10**9),
+    "chat": Workload("azure_2023_conv", 40, 1.0, 32, 2 * 10**9),
+    "steps": Workload("sync_vs_async_trace", 8, 0.2, 8, 4 * 10**9, MAPPERS),
 }
 
 
@@ -83,7 +91,7 @@ def open_engine(
     served: transformers.PreTrainedModel, manager: str, workload: Workload, max_seq_len: int, **options: Any
 ) -> Engine:
     """An engine whose K and V are managed so."""
-    common = {"max_tokens_per_step": 8192, **options}
+    common = {"max_tokens_per_step": CHUNK, **options}
     config, slots = served.config, workload.slots
     if manager == "paged":
         shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
@@ -92,13 +100,14 @@ def open_engine(
         heads = config.num_attention_heads
         backend: Any = PagedBackend(cache, num_qo_heads=heads, scale=attention_scale(served))
         return Engine(served, cache=cache, backend=backend, **common)
-    kind = "sliced" if manager == "static" else manager
+    mapper = "sync" if manager.endswith(SYNC) else "background"
+    kind = "sliced" if manager == "static" else manager.removesuffix(SYNC)
     if manager == "static":
         token_bytes = (
             config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * served.dtype.itemsize
         )
         slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes)))
-    cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind)
+    cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind, mapper=mapper)
     return Engine(served, cache=cache, **common)
 
 
@@ -106,73 +115,106 @@ class Clock:
     """When each request got its tokens, and what each step held."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, list[float]] = {}
+        self.times: dict[int, list[float]] = {}
+        self.first_tokens: list[int] = []
         self.steps: list[EngineStep] = []
+        self.seconds = 0.0
 
-    def run(self, engine: Engine) -> float:
-        """Serve everything; return the seconds it took."""
+    def run(self, engine: Engine) -> None:
+        """Serve everything."""
+        firsts: dict[int, int] = {}
         begun = time.perf_counter()
         while not engine.idle:
             events = engine.step()
             now = time.perf_counter() - begun
             for event in events:
-                self.tokens.setdefault(event.request.request_id, []).append(now)
-        return time.perf_counter() - begun
+                self.times.setdefault(event.request.request_id, []).append(now)
+                firsts.setdefault(event.request.request_id, event.token)
+        self.seconds = time.perf_counter() - begun
+        self.first_tokens = [firsts[request_id] for request_id in sorted(firsts)]
+
+    def row(self) -> Row:
+        """Throughput and latencies."""
+        firsts = [times[0] for times in self.times.values()]
+        gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
+        running = [len(step.seq_lens) for step in self.steps]
+        steps = [step.seconds * 1e3 for step in self.steps if step.num_tokens == len(step.seq_lens)]
+        (first_p50, first_p99), (gap_p50, gap_p99) = percentiles(firsts, 0.5, 0.99), percentiles(gaps, 0.5, 0.99)
+        (step_p50, step_p999) = percentiles(steps, 0.5, 0.999)
+        return {
+            "seconds": self.seconds, "tokens_per_s": sum(map(len, self.times.values())) / self.seconds,
+            "ttft_s_p50": first_p50, "ttft_s_p99": first_p99,
+            "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
+            "decode_step_ms_p50": step_p50, "decode_step_ms_p999": step_p999, "decode_step_ms_max": max(steps),
+            "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(self.steps),
+            "series": {"batch": thinned(running), "decode_step_ms": thinned(steps)},
+        }  # fmt: skip
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """Few enough values for a plot, the largest of each stretch."""
+    stretch = -(-len(values) // POINTS)
+    return [round(max(values[i : i + stretch]), 3) for i in range(0, len(values), stretch)]
 
 
 def measure(
     served: transformers.PreTrainedModel, name: str, manager: str, workload: Workload, requests: Sequence[Request]
-) -> Row:
-    """Serve a workload once, all requests there from the start."""
+) -> tuple[Row, list[int]]:
+    """Serve a workload once, all requests there from the start; return the figures and every request's first token."""
     max_seq_len = -(-max(request.tokens for request in requests) // 64) * 64
     clock, source = Clock(), torch.Generator().manual_seed(1)
     with open_engine(served, manager, workload, max_seq_len, on_step=clock.steps.append) as engine:
-        warm_up(engine, workload)
+        warm_up(engine, max_seq_len)
         clock.steps.clear()
-        preempted = engine.scheduler.num_preemptions
+        before, preempted = engine.cache.stats(), engine.scheduler.num_preemptions
         for prompt, tokens in requests:
             ids = torch.randint(3, served.config.vocab_size, (prompt,), generator=source).tolist()
             engine.submit(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        seconds = clock.run(engine)
+        clock.run(engine)
         stats = engine.cache.stats()
         preempted = engine.scheduler.num_preemptions - preempted
-    firsts = [times[0] for times in clock.tokens.values()]
-    gaps = [b - a for times in clock.tokens.values() for a, b in pairwise(times)]
-    running = [len(step.seq_lens) for step in clock.steps]
-    (gap_p50, gap_p99), (first_p50, first_p99) = percentiles(gaps, 0.5, 0.99), percentiles(firsts, 0.5, 0.99)
-    return {
+    row = {
         "measure": name, "manager": manager, "requests": len(requests), "memory_gb": workload.memory_bytes / 1e9,
-        "seconds": seconds, "tokens_per_s": sum(map(len, clock.tokens.values())) / seconds,
-        "ttft_s_p50": first_p50, "ttft_s_p99": first_p99, "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
-        "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(clock.steps),
-        "preemptions": preempted, "stalls": stats.stalls, "stall_ms": stats.stall_us / 1e3,
-        "series": {"batch": running[:: max(1, len(running) // 200)]},
+        "prompt_tokens": sum(request.prompt_tokens for request in requests), **clock.row(), "preemptions": preempted,
+        "stalls": stats.stalls - before.stalls, "stall_ms": (stats.stall_us - before.stall_us) / 1e3,
     }  # fmt: skip
+    return row, clock.first_tokens
 
 
-def warm_up(engine: Engine, workload: Workload) -> None:
-    """Compile kernels and capture the graphs of every batch size: one short request for each slot, ending in turn."""
-    slots = engine.cache.layout.max_batch_size
-    for index in range(slots):
+def warm_up(engine: Engine, max_seq_len: int) -> None:
+    """Compile kernels and capture the graphs of every batch size: a long prompt, then one for each slot, which end in
+    turn.
+    """
+    engine.generate([[5] * min(2 * CHUNK, max_seq_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
+    for index in range(engine.cache.layout.max_batch_size):
         engine.submit([5, 6, 7], SamplingParams(max_tokens=2 + index, ignore_eos=True))
     engine.run()
 
 
 def rows(served: transformers.PreTrainedModel, workloads: dict[str, Workload], paths: Sequence[Path]) -> Iterator[Row]:
-    """Every workload with every manager, and at last how fast it is beside the paged one."""
+    """Every workload with every manager."""
     for name, workload in workloads.items():
-        requests, found = lengths(workload, paths), []
-        for manager in MANAGERS:
+        requests, expected = lengths(workload, paths), list[int]()
+        for manager in workload.managers:
             progress(f"{name}: {manager}")
-            found.append(measure(served, name, manager, workload, requests))
+            row, tokens = measure(served, name, manager, workload, requests)
+            expected = expected or tokens
+            same = sum(a == b for a, b in zip(tokens, expected, strict=True))
+            yield {**row, f"first_tokens_as_{workload.managers[0]}": same / len(tokens)}
             torch.cuda.empty_cache()
-        paged = next(row["tokens_per_s"] for row in found if row["manager"] == "paged")
-        for row in found:
-            yield {**row, "vs_paged": row["tokens_per_s"] / paged}
+
+
+def beside_paged(found: Sequence[Row]) -> list[Row]:
+    """Rows with their throughput over that of the paged manager, where it was measured."""
+    paged = {row["measure"]: row["tokens_per_s"] for row in found if row["manager"] == "paged"}
+    return [
+        {**row, **({"vs_paged": row["tokens_per_s"] / paged[row["measure"]]} if row["measure"] in paged else {})}
+        for row in found
+    ]
 
 
 def main() -> None:
-    """Measure both workloads, and write what is there, also after Ctrl-C."""
+    """Measure all workloads, and write what is there, also after Ctrl-C or a failure."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV files of the traces")
     options = arguments.parse_args()
@@ -185,7 +227,10 @@ def main() -> None:
             show({key: value for key, value in row.items() if key != "series"})
     except KeyboardInterrupt:
         progress("interrupted; writing what is complete")
-    print("wrote", write_result("serving", options, found))
+    finally:
+        if found:
+            traces = sorted(path.stem for path in options.trace) or "generated"
+            print("wrote", write_result("serving", options, beside_paged(found), traces=traces))
 
 
 if __name__ == "__main__":

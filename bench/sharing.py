@@ -35,7 +35,7 @@ class Setting:
     def __init__(self, device: Device, quick: bool) -> None:
         self.device = device
         self.shape = SHAPES["llama-3-8b"] if device.is_cuda else HOST_SHAPE
-        self.repeats = 20 if quick else 200
+        self.repeats = 5 if quick else 25
         self.lengths = [1024, 8192] if quick else [1024, 4096, 16384, 32768, 65536]
         self.long = 8192 if quick else 32768
 

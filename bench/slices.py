@@ -50,13 +50,14 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """K and V of so many bytes together, filled with random bfloat16."""
+    """K and V of so many bytes together, filled with random bfloat16, on pages of 2 MiB or extents of several."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, extent_pages: int = 16) -> None:
         tokens = num_bytes // (32 * 8 * HEAD_DIM * 4) // 32 * 32
         self._cache = SlicedKVCache(
             num_layers=32, num_kv_heads=8, head_dim=HEAD_DIM, dtype=torch.bfloat16, max_batch_size=1,
             max_seq_len=tokens, device="cuda", memory_limit=num_bytes + (64 << 20), mapper="sync",
+            extent_pages=extent_pages,
         )  # fmt: skip
         if not self._cache.step({self._cache.alloc_reqid(): tokens}):
             raise SystemExit(f"the GPU has no {num_bytes} bytes free")
@@ -65,6 +66,11 @@ class Memory:
         for flat in (self.k, self.v):
             for part in flat.split(1 << 30):
                 part.normal_()
+
+    def close(self) -> None:
+        """Give the memory back; no view may be used any more."""
+        torch.cuda.synchronize()
+        self._cache.close()
 
     def fits(self, shape: Shape) -> bool:
         """Whether a cache of that shape fits."""

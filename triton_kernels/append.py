@@ -13,6 +13,7 @@ from torch import Tensor
 from .common import (
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
+    cache_elements,
     check_caches,
     check_device,
     check_index,
@@ -21,11 +22,11 @@ from .common import (
     check_queries,
     check_rows,
     check_scales,
-    find_place,
     on_device,
     padded,
     traits,
 )
+from .lanes import cache_pointer, find_place
 from .tuning import AppendTile, append_tile
 
 __all__ = ["append_kv"]
@@ -127,13 +128,14 @@ def append_kv(
     num_blocks = num_kv_heads + num_q_heads
     with on_device(k_cache):
         _append_kernel[(-(-num_rows // tile.tokens) * num_blocks,)](
-            k_new, v_new, k_cache, v_cache, source, target, cos, sin, positions, reqids, cu_q_lens, seq_lens,
+            k_new, v_new, k_cache.data_ptr(), v_cache.data_ptr(), source, target, cos, sin, positions,
+            reqids, cu_q_lens, seq_lens,
             *k_new.stride()[:2], *v_new.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             *source.stride()[:2], *target.stride()[:2], cos.stride(0), sin.stride(0), k_factor, v_factor,
             num_rows, max_batch_size, max_seq_len, cos.shape[0], lanes, lanes.bit_length(), num_blocks, num_kv_heads,
             HEAD_DIM=head_dim, BLOCK_T=tile.tokens, BLOCK_H=padded(head_dim // 2, 8), LIMIT=_limit(k_cache.dtype),
             ROTARY=rotary, HAS_POSITIONS=positions is not None, HAS_Q=q is not None, ONE_EACH=cu_q_lens is None,
-            num_warps=tile.warps,
+            **cache_elements(k_cache, v_cache), num_warps=tile.warps,
         )  # fmt: skip
     return q_out
 
@@ -233,12 +235,13 @@ def _within(x, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=_RUNTIME_INTS)
 def _append_kernel(
-    k_new, v_new, k_cache, v_cache, q, q_out, cos_table, sin_table, positions, reqids, cu_q_lens, seq_lens,
+    k_new, v_new, k_address, v_address, q, q_out, cos_table, sin_table, positions, reqids, cu_q_lens, seq_lens,
     kn_row, kn_head, vn_row, vn_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
     q_row, q_head, qo_row, qo_head, cos_row, sin_row, k_scale, v_scale,
     num_rows, max_batch_size, max_seq_len, num_angles, num_lanes, steps, num_blocks, num_kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LIMIT: tl.constexpr,
     ROTARY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_Q: tl.constexpr, ONE_EACH: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one head: a KV head's K and V, or, past those, a query head.
 
@@ -266,11 +269,13 @@ def _append_kernel(
             k_low, k_high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, HALF)
             k_low, k_high = _turned(k_low, k_high, cos, sin)
         target = slot[:, None] * k_slot + position[:, None] * k_token + columns[None, :]
-        _store_halves(k_cache + head * k_head, target, k_low, k_high, inside, k_scale, HALF, LIMIT)
+        base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + head * k_head
+        _store_halves(base, target, k_low, k_high, inside, k_scale, HALF, LIMIT)
         if ROTARY:
             v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], inside, HALF)
         target = slot[:, None] * v_slot + position[:, None] * v_token + columns[None, :]
-        _store_halves(v_cache + head * v_head, target, v_low, v_high, inside, v_scale, HALF, LIMIT)
+        base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + head * v_head
+        _store_halves(base, target, v_low, v_high, inside, v_scale, HALF, LIMIT)
     elif HAS_Q:
         head = head - num_kv_heads
         slot, position, mapped = find_place(

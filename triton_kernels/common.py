@@ -1,4 +1,4 @@
-"""What the launchers share: checks that come before a launch, and the small device functions around requests.
+"""What the launchers share: checks that come before a launch.
 
 Knows shapes, dtypes and devices. Must not know any one kernel.
 """
@@ -15,11 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .lanes import find_lane
+
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 E4M3_CAPABILITY = (8, 9)
+ELEMENTS = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+}  # fmt: skip
 
 
 class Traits(NamedTuple):
@@ -74,6 +80,16 @@ def check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
     capability = traits(k_cache.device).capability
     if k_cache.is_cuda and k_cache.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY:
         raise TypeError(f"float8_e4m3fn caches need compute capability 8.9; this GPU has {capability}, use float8_e5m2")
+
+
+def cache_elements(k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """Return what `cache_pointer` must know of caches whose addresses go to a kernel as numbers.
+
+    Given a tensor, Triton asks the driver about its first byte and refuses it when nothing is mapped there: so it is
+    while slot 0 is idle, though the kernel reads other slots only.
+    """
+    aligned = (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
+    return {"ELEMENT": ELEMENTS[k_cache.dtype], "ALIGNMENT": 16 if aligned else k_cache.element_size()}
 
 
 def check_rows(name: str, rows: Tensor, k_cache: Tensor, *, num_heads: int | None = None) -> None:
@@ -239,57 +255,3 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
     if tensor.dtype not in dtypes:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} is {tensor.dtype}; it must be one of {known}")
-
-
-# --- on the device ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def find_lane(cu_q_lens, place, num_lanes, steps, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return the lane that owns a packed row, or a tile of rows, by bisection; `place` is a scalar or a tensor.
-
-    With TILE, lane i owns the tiles from ``cu_q_lens[i] * GROUP // TILE + i``: always at least as many as its
-    ``q_len * GROUP`` rows need, so the host can bound their number without reading a length.
-    """
-    low = place * 0
-    high = low + num_lanes
-    for _ in range(steps):
-        middle = (low + high) // 2
-        first = tl.load(cu_q_lens + middle).to(tl.int64)
-        if TILE:
-            first = first * GROUP // TILE + middle
-        low = tl.where(first <= place, middle, low)
-        high = tl.where(first <= place, high, middle)
-    return low
-
-
-@triton.jit
-def find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len):
-    """Return slot and length of a lane. A padded lane has length 0, and so has one that names no slot.
-
-    No value on the device can lead a kernel out of the caches.
-    """
-    slot = tl.load(reqids + lane).to(tl.int64)
-    length = tl.load(seq_lens + lane).to(tl.int32)
-    real = (slot >= 0) & (slot < max_batch_size)
-    length = tl.where(real, tl.minimum(tl.maximum(length, 0), max_seq_len), 0)
-    return tl.where(real, slot, 0), length
-
-
-@triton.jit
-def find_place(
-    rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH: tl.constexpr
-):
-    """Return slot and position of packed rows, and whether they have a place in the cache."""
-    if ONE_EACH:
-        lane = tl.minimum(rows, num_lanes - 1)
-        lane_end = lane + 1
-    else:
-        lane = find_lane(cu_q_lens, rows, num_lanes, steps, 1, 0)
-        lane_end = tl.load(cu_q_lens + lane + 1).to(tl.int64)
-    # Uncut, a length past the end of the cache moves no row to another place: rows out there are left out.
-    slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, 2147483647)
-    position = length + rows - lane_end
-    # A padded lane has length 0, so its positions are negative; rows past the last lane have one past the length.
-    mapped = (position >= 0) & (position < tl.minimum(length, max_seq_len)) & (rows < num_rows)
-    return slot, position, mapped

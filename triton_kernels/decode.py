@@ -14,15 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
+    cache_elements,
     check_index,
     check_positive,
     check_scales,
-    find_slot,
     on_device,
     outputs,
     padded,
 )
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
+from .lanes import cache_pointer, find_slot
 from .tile import LN2, NOTHING, attend, finish_rows, start_rows
 from .tuning import DecodeTile
 
@@ -121,14 +122,14 @@ def decode_attention(
     num_blocks = k_cache.shape[2] // plan.heads * plan.row_tiles
     with on_device(q):
         _decode_kernel[(lanes * num_blocks, plan.num_splits)](
-            q, k_cache, v_cache, out, lse, parts, part_lse, reqids, seq_lens,
+            q, k_cache.data_ptr(), v_cache.data_ptr(), out, lse, parts, part_lse, reqids, seq_lens,
             *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             (1 / math.sqrt(head_dim) if scale is None else scale) * k_factor, v_factor,
             k_cache.shape[0], k_cache.shape[1], plan.num_splits, num_blocks,
             GROUP=group, Q_LEN=q_len, HEADS=plan.heads, HEAD_DIM=head_dim, NUM_HEADS=num_heads,
             BLOCK_M=plan.rows, BLOCK_N=plan.block_tokens, BLOCK_W=plan.width, ROW_TILES=plan.row_tiles,
             WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=split, HAS_LSE=lse is not None,
-            num_warps=plan.tile.warps, num_stages=plan.tile.stages,
+            **cache_elements(k_cache, v_cache), num_warps=plan.tile.warps, num_stages=plan.tile.stages,
         )  # fmt: skip
         if split:
             join = join_tile(q.shape[0] * num_heads, padded(head_dim), plan.num_splits, q.device)
@@ -179,12 +180,13 @@ def _part_range(length, split, num_splits, Q_LEN: tl.constexpr, WINDOW: tl.const
 
 @triton.jit(do_not_specialize=_RUNTIME_INTS)
 def _decode_kernel(
-    q, k_cache, v_cache, out, lse, parts, part_lse, reqids, seq_lens,
+    q, k_address, v_address, out, lse, parts, part_lse, reqids, seq_lens,
     q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
     scale, v_scale, max_batch_size, max_seq_len, num_splits, num_blocks,
     GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ROW_TILES: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows."""
     lane = tl.program_id(0) // num_blocks
@@ -210,10 +212,12 @@ def _decode_kernel(
     )
 
     first_head = tl.cast(kv_head, tl.int64)
+    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT)
+    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT)
     acc, peak, total = start_rows(BLOCK_M, BLOCK_W)
     acc, peak, total = attend(
         acc, peak, total, queries, length - Q_LEN + token,
-        k_cache + slot * k_slot + first_head * k_head, v_cache + slot * v_slot + first_head * v_head, k_token, v_token,
+        k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head, k_token, v_token,
         begin, end, scale, BLOCK_N, BLOCK_W, HEADS * HEAD_DIM, True, Q_LEN > 1, WINDOW if Q_LEN > 1 else 0, SOFT_CAP,
     )  # fmt: skip
     acc, log2_sum = finish_rows(acc, peak, total)

@@ -13,18 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
+    cache_elements,
     check_caches,
     check_index,
     check_positive,
     check_queries,
     check_scales,
-    find_lane,
-    find_slot,
     on_device,
     outputs,
     padded,
     traits,
 )
+from .lanes import cache_pointer, find_lane, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
 from .tuning import PrefillTile, prefill_tile
 
@@ -107,14 +107,14 @@ def prefill_attention(
     grid = (num_kv_heads, q.shape[0] * group // rows + lanes)
     with on_device(q):
         _prefill_kernel[grid](
-            q, k_cache, v_cache, out, lse, reqids, cu_q_lens, seq_lens,
+            q, k_cache.data_ptr(), v_cache.data_ptr(), out, lse, reqids, cu_q_lens, seq_lens,
             *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             (1 / math.sqrt(head_dim) if scale is None else scale) * k_factor, v_factor,
             q.shape[0], max_batch_size, max_seq_len, lanes, lanes.bit_length(),
             GROUP=group, HEAD_DIM=head_dim, NUM_HEADS=q.shape[1],
             BLOCK_M=rows, BLOCK_N=tile.tokens, BLOCK_D=padded(head_dim),
             CAUSAL=causal, WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, HAS_LSE=lse is not None,
-            num_warps=tile.warps if rows >= 64 else 4, num_stages=tile.stages,
+            **cache_elements(k_cache, v_cache), num_warps=tile.warps if rows >= 64 else 4, num_stages=tile.stages,
         )  # fmt: skip
     return result
 
@@ -133,12 +133,13 @@ def _check_options(causal: bool, window: int | None, soft_cap: float | None, max
 
 @triton.jit(do_not_specialize=["num_rows", "max_batch_size", "max_seq_len", "num_lanes", "steps"])
 def _prefill_kernel(
-    q, k_cache, v_cache, out, lse, reqids, cu_q_lens, seq_lens,
+    q, k_address, v_address, out, lse, reqids, cu_q_lens, seq_lens,
     q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,
     scale, v_scale, num_rows, max_batch_size, max_seq_len, num_lanes, steps,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of packed rows of one KV head. Last tiles first: under a causal mask they take longest."""
     kv_head = tl.program_id(0)
@@ -179,8 +180,8 @@ def _prefill_kernel(
         fast_end = begin
 
     kv = tl.cast(kv_head, tl.int64)
-    k_base = k_cache + slot * k_slot + kv * k_head
-    v_base = v_cache + slot * v_slot + kv * v_head
+    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + slot * k_slot + kv * k_head
+    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + slot * v_slot + kv * v_head
     positions = past + token
     acc, peak, total = start_rows(BLOCK_M, BLOCK_D)
     if not WINDOW:

@@ -121,6 +121,23 @@ def test_nothing_behind_the_last_mapped_page_is_read(open_cache, layout, name, o
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "options"), [("triton", {}), ("flashinfer", {}), ("sdpa", {})])
+def test_nothing_is_mapped_where_the_cache_begins(open_cache, layout, name, options):
+    """Slot 0 is idle and its pages are gone, so that the first byte of every view is nowhere."""
+    cache = open_cache(layout=layout, dtype=torch.bfloat16, num_layers=4, lookahead_tokens=0)
+    assert cache.step([5] * 8)
+    cache.free_reqid(0)
+    cache.trim()
+    lens = [0, 700, 8200, 65, 1, 300, 5, 5]
+    assert cache.step(lens)
+    for side in (cache.k(3), cache.v(3)):
+        for reqid, length in enumerate(lens):
+            side[reqid, :length].normal_()
+    check(cache, name, Batch([3, 1, -1, 4], [1] * 4, [65, 700, 0, 1]), 32, **options)
+    check(cache, name, Batch([1, 2, 5], [1, 600, 300], [700, 8200, 300]), 32, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("q_lens", [[1, 1, 1], [300, 1, 7]])
 def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens):
     """Case A4."""

@@ -17,19 +17,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slicedkv.triton_kernels import append, decode, prefill
-from slicedkv.triton_kernels.common import padded
+from slicedkv.triton_kernels.common import ELEMENTS, padded
 from slicedkv.triton_kernels.tuning import decode_tile, prefill_tile
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory a program may have, from the CUDA programming guide's table of compute capabilities."""
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
-DEFAULTS: dict[str, Any] = {"WINDOW": 0, "SOFT_CAP": 0.0, "HAS_LSE": True}
+DEFAULTS: dict[str, Any] = {"WINDOW": 0, "SOFT_CAP": 0.0, "HAS_LSE": True, "ALIGNMENT": 16}
 ROWS = ("q", "out", "k_new", "v_new", "q_out")
-CACHES = ("k_cache", "v_cache")
 FLOATS = ("lse", "parts", "part_lse", "cos_table", "sin_table")
 INDICES = ("reqids", "seq_lens", "cu_q_lens", "positions")
-LONG = ("k_slot", "v_slot")
+LONG = ("k_slot", "v_slot", "k_address", "v_address")
 
 
 @dataclass
@@ -49,7 +48,8 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
     for index, parameter in enumerate(case.kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            types[name], constants[(index,)] = "constexpr", case.constants.get(name, DEFAULTS.get(name))
+            values = DEFAULTS | {"ELEMENT": ELEMENTS[getattr(torch, case.cache)]} | case.constants
+            types[name], constants[(index,)] = "constexpr", values.get(name)
             continue
         types[name] = _type(name, case)
         if types[name][0] == "*" or (not parameter.do_not_specialize and types[name][0] == "i"):
@@ -72,8 +72,6 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
 def _type(name: str, case: Case) -> str:
     if name in ROWS:
         return "*" + TYPES[case.rows]
-    if name in CACHES:
-        return "*" + TYPES[case.cache]
     if name in FLOATS:
         return "*fp32"
     if name in INDICES:

@@ -51,6 +51,30 @@ def test_every_manager_gives_the_same_tokens(serving, tiny_model, manager):
     assert max(len(record.seq_lens) for record in records) > 1
 
 
+def test_a_measurement_tells_throughput_and_steps(serving, tiny_model, monkeypatch):
+    monkeypatch.setattr(serving, "POINTS", 4)
+    model = tiny_model("llama", torch.float32, head_dim=16)
+    requests = [serving.Request(prompt, tokens) for prompt, tokens in ((20, 9), (3, 12), (31, 5))]
+    managers = ("sliced", "sliced_sync", "paged")
+    workload = serving.Workload("azure_2023_conv", 3, 1.0, 2, 64 << 20, managers)
+    monkeypatch.setattr(serving, "lengths", lambda *_: requests)
+    found = serving.beside_paged(list(serving.rows(model, {"chat": workload}, [])))
+    assert [row["manager"] for row in found] == list(managers)
+    for row in found:
+        assert row["first_tokens_as_sliced"] == 1.0
+        assert row["tokens_per_s"] == pytest.approx(26 / row["seconds"])
+        assert row["prompt_tokens"] == 54
+        assert row["batch_max"] == 2
+        assert 0 < row["decode_step_ms_p50"] <= row["decode_step_ms_max"]
+        assert len(row["series"]["batch"]) <= 4
+        assert row["vs_paged"] == pytest.approx(row["tokens_per_s"] / found[-1]["tokens_per_s"])
+
+
+def test_thinned_keeps_every_spike(serving, monkeypatch):
+    monkeypatch.setattr(serving, "POINTS", 3)
+    assert serving.thinned([1, 1, 9, 2, 1, 1, 7]) == [9, 2, 7]
+
+
 def test_requests_are_the_traces(serving, tmp_path):
     path = tmp_path / "azure_2023_conv.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n2,50,5\n")

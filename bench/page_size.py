@@ -1,0 +1,88 @@
+"""What does slicing cost the kernels as the cache grows, on pages of 2 MiB and on extents of 32 MiB?
+
+python bench/page_size.py [--quick]
+
+A layer's slice lies all over the cache, contiguous layers do not, so a call over slices walks as many addresses as the
+cache has: that is what the GPU's address translation may feel. Decode reads 16 equal requests, prefill computes 2,048
+new tokens of one. Both see the same memory as slices and as contiguous layers, a Llama-3-8B of 1 to 100 GB.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import parser, progress, show, write_result
+from decode import MODELS, Decode
+from prefill import Case
+from slices import Memory, Shape, time_calls
+
+NEEDS_GPU = True
+Row = dict[str, Any]
+GB = 10**9
+EXTENTS = (1, 16)
+LAYOUTS = ("sliced", "per_layer")
+BATCH, Q_LEN = 16, 2048
+TOKEN_BYTES = 32 * 8 * 128 * 4
+
+
+def tokens(num_bytes: int, batch: int) -> int:
+    """Tokens of each request when all take so many bytes."""
+    return num_bytes // TOKEN_BYTES // batch // 64 * 64
+
+
+def decode(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
+    """Seconds a layer for one token of each request, by layout."""
+    shape = Shape(BATCH, tokens(num_bytes, BATCH), *MODELS[0])
+    ours, seconds = Decode(shape), {}
+    for layout in LAYOUTS:
+        views = [getattr(memory, layout)(shape, place) for place in memory.places(shape)]
+        ours.check(layout, *views[-1])
+        seconds[layout] = time_calls([ours.call(k, v) for k, v in views], repeats)
+    return seconds
+
+
+def prefill(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
+    """Seconds a layer for a chunk of one prompt, by layout; our kernel, whose speed its memory decides most."""
+    case, seconds = Case(memory, 1, Q_LEN, tokens(num_bytes, 1)), {}
+    for layout in LAYOUTS:
+        run = case.triton(layout)
+        case.check(layout, run, layout)
+        seconds[layout] = case.seconds(run, repeats)
+    return seconds
+
+
+def measure(sizes: list[int], repeats: int) -> Iterator[Row]:
+    """Every size on both kinds of pages."""
+    for extent_pages in EXTENTS:
+        progress(f"mapping {sizes[-1] / GB:g} GB in pieces of {2 * extent_pages} MiB")
+        memory = Memory(sizes[-1], extent_pages)
+        for num_bytes in sizes:
+            for name, call in (("decode", decode), ("prefill", prefill)):
+                seconds = call(memory, num_bytes, repeats)
+                yield {
+                    "measure": name, "extent_pages": extent_pages, "cache_gb": num_bytes / GB,
+                    **{f"{layout}_us": value * 1e6 for layout, value in seconds.items()},
+                    "vs_per_layer": seconds["per_layer"] / seconds["sliced"],
+                }  # fmt: skip
+        memory.close()
+
+
+def main() -> None:
+    """Measure, print each row as it comes, and write them."""
+    options = parser(__doc__ or "").parse_args()
+    if options.device == "cpu":
+        raise SystemExit("this benchmark needs an NVIDIA GPU")
+    sizes = [size * GB for size in ((1, 16) if options.quick else (1, 4, 16, 50, 100))]
+    rows = []
+    for row in measure(sizes, 3 if options.quick else 7):
+        rows.append(row)
+        show(row)
+    print("wrote", write_result("page_size", options, rows))
+
+
+if __name__ == "__main__":
+    main()
