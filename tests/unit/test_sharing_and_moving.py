@@ -90,6 +90,33 @@ def test_a_sharer_goes_and_comes_back_alone(
         assert not cache.v(2)[back, handle.seq_len :].any()
 
 
+@pytest.mark.parametrize("mapper", ["sync", "background"])
+def test_a_sharer_may_end_while_another_is_on_its_way_out(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, mapper: str
+) -> None:
+    cache = make_cache(mapper=mapper, **WIDE)
+    source, child = begin_sharers(cache)
+    driver = cache.pool.driver
+    copy_batch = driver.copy_batch
+
+    def end_first(copies: Any) -> Any:
+        cache.free_reqid(source)
+        with pytest.raises(StateError, match="another thread is swapping it out"):
+            cache.free_reqid(child)
+        return copy_batch(copies)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "copy_batch", end_first)
+        handle = cache.swap_out(child)
+    cache.trim()
+    assert cache.stats().mapped_bytes == 0
+    back = cache.swap_in(handle)
+    assert back is not None
+    assert_child(cache, back)
+    assert_alone(cache, back)
+    cache.check_integrity()
+
+
 def test_what_came_back_can_be_shared_again(make_cache: MakeCache) -> None:
     cache = make_cache(mapper="sync", **WIDE)
     source, child = begin_sharers(cache)
