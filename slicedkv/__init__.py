@@ -20,6 +20,7 @@ from .errors import (
 from .layout import KVLayout
 from .page_pool import PagePool
 from .stats import CacheStats
+from .swap import SwapHandle
 
 __all__ = [
     "BackendUnavailableError",
@@ -35,5 +36,6 @@ __all__ = [
     "SlicedKVCache",
     "SlicedKVError",
     "StateError",
+    "SwapHandle",
 ]
 __version__ = "0.1.0"

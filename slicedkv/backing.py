@@ -51,6 +51,7 @@ class Backing:
         ]
         self._segments = [Segments() for _ in range(layout.max_batch_size)]
         self._mapped = [0] * layout.max_batch_size
+        self._leaving = 0  # pages per plane struck off and not unmapped yet
         self.shared = SharedPages(self._segments, pool.references, layout.num_planes)
         pool.attach(self)
 
@@ -59,9 +60,14 @@ class Backing:
         return self._mapped[slot]
 
     @property
-    def mapped_pages(self) -> int:
-        """Pages mapped over all slots and planes; a page mapped twice counts twice."""
-        return sum(self._mapped) * self.layout.num_planes
+    def held_pages(self) -> int:
+        """Pages of memory behind all slots and planes, each once, also those about to be unmapped. Lock held."""
+        return self.staying_pages + self._leaving * self.layout.num_planes
+
+    @property
+    def staying_pages(self) -> int:
+        """Those that are not about to be unmapped; fewer than that while mappings of shared ones are. Lock held."""
+        return sum(self._mapped) * self.layout.num_planes - self.shared.alias_pages
 
     def mapped_handles(self) -> Iterator[int]:
         """Every handle, once per mapping."""
@@ -72,11 +78,7 @@ class Backing:
 
     def first_segments(self, slot: int, pages: int) -> Segments:
         """A copy of the segments that lie wholly in the first `pages` pages of a slot. Lock held."""
-        segments, count, end = self._segments[slot], 0, 0
-        while count < len(segments.sizes) and end + segments.sizes[count] <= pages:
-            end += segments.sizes[count]
-            count += 1
-        return segments.part(0, count)
+        return self._segments[slot].within(pages)
 
     def grow(self, growths: Sequence[Growth], aliases: Sequence[Alias] = (), swaps: Sequence[Swap] = ()) -> int:
         """*token* Map more pages behind several slots in one driver batch; return the number of extents used.
@@ -95,10 +97,7 @@ class Backing:
         pieces = self._pieces(growths, aliases, swaps)
         planes, extent_pages = self.layout.num_planes, self.pool.extent_pages
         divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
-        handles = self.pool.take(
-            pages=sum(division.pages for division in divisions) * planes,
-            extents=sum(division.extents for division in divisions) * planes,
-        )
+        handles = self.pool.take(planes * sum(d.pages for d in divisions), planes * sum(d.extents for d in divisions))
         segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
         try:
             self._exchange([swap.cut for swap in swaps], [*self._alias_runs(aliases), *runs])
@@ -145,7 +144,7 @@ class Backing:
     def _give_back(self, cut: Cut) -> int:
         """Return the handles of what was unmapped, and the pages that became free. Lock held."""
         freed = self.pool.give_back(cut.segments.by_size())
-        self.shared.alias_pages -= (cut.end_page - cut.first_page) * self.layout.num_planes - freed
+        self.shared.alias_pages -= cut.pages * self.layout.num_planes - freed
         return freed
 
     def _exchange(self, cuts: Sequence[Cut], runs: Sequence[Run]) -> None:
@@ -200,10 +199,11 @@ class Backing:
         segments = self._segments[slot].split(first)
         self._mapped[slot] = keep
         self.shared.cut(slot, first)
+        self._leaving += end - keep
         return Cut(slot, keep, end, segments)
 
-    def unmap(self, cut: Cut) -> int:
-        """*token* Unmap what `detach` struck off and return the pages that became free, over all planes.
+    def unmap(self, *cuts: Cut) -> int:
+        """*token* Unmap what `detach` struck off, all or nothing; return the pages that became free, over all planes.
 
         The caller has made sure that no work that uses them is left on the device.
 
@@ -212,19 +212,22 @@ class Backing:
         DriverError
             The pages are mapped, and on the books, as before.
         StateError
-            The driver failed twice, in unmapping and in mapping back: what the slot has mapped is unknown. It is on
-            the books as before; the slot must not be used again.
+            The driver failed twice, in unmapping and in mapping back: what the slots have mapped is unknown. It is on
+            the books as before; the slots must not be used again.
         """
         try:
-            self._unmap((cut,))
+            self._unmap(cuts)
         except BaseException:
             with self.pool.gate.lock:
-                self._segments[cut.slot].extend(cut.segments)
-                self._mapped[cut.slot] = cut.end_page
-                self.shared.loosen(cut.slot)
+                for cut in cuts:
+                    self._segments[cut.slot].extend(cut.segments)
+                    self._mapped[cut.slot] = cut.end_page
+                    self.shared.loosen(cut.slot)
+                    self._leaving -= cut.pages
             raise
         with self.pool.gate.lock:
-            return self._give_back(cut)
+            self._leaving -= sum(cut.pages for cut in cuts)
+            return sum(map(self._give_back, cuts))
 
     def _unmap(self, cuts: Sequence[Cut]) -> None:
         """Unmap ranges in every plane; on failure map those already done back."""
@@ -280,11 +283,14 @@ class Backing:
                     with suppress(DriverError):
                         self.pool.driver.unmap_run(address + nth * handle_bytes, handle_bytes)
         with self.pool.gate.lock:
+            self._leaving -= cut.pages
             self._give_back(cut)
 
     def check_integrity(self) -> None:
         """Raise `StateError` if a slot's books disagree with each other. Call with the lock held."""
         self.shared.check_integrity()
+        if self._leaving:
+            raise StateError(f"{self._leaving} pages per plane were struck off and neither unmapped nor put back")
         for slot, (segments, mapped) in enumerate(zip(self._segments, self._mapped, strict=True)):
             if sum(segments.sizes) != mapped:
                 raise StateError(f"slot {slot}: segments do not add up to its {mapped} mapped pages")

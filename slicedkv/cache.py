@@ -1,7 +1,7 @@
 """`SlicedKVCache`, the facade: what an engine calls. It checks arguments, takes the lock and asks the other parts.
 
 Knows nothing of attention. What is mapped when is decided in `planner` (ahead of need) and `growth` (now), what may be
-taken back in `reclaim`.
+taken back in `victims`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from .layout import LayoutKind
 from .lengths import SeqLens, parse_seq_lens
 from .lifecycle import abandon, open_state, shut_down
 from .mapper import Mapper
+from .movable import MovableMemory
 from .page_pool import PagePool
+from .pause import Pauser
 from .planner import Planner
-from .reclaim import available_pages, has_room, set_memory_limit, trim_slots
+from .reclaim import set_memory_limit, trim
 from .requests import Requests
+from .rows import RowMover
 from .sharing import PrefixSharing, Sharer
 from .stats import CacheStats
 from .stepping import Stepper
+from .swap import Swapper
+from .victims import available_pages, has_room
 from .views import KVViews
 from .writing import CopyOnWrite
 from .zeroing import Zeroer
@@ -33,7 +38,7 @@ from .zeroing import Zeroer
 __all__ = ["SlicedKVCache"]
 
 
-class SlicedKVCache(PrefixSharing):
+class SlicedKVCache(PrefixSharing, MovableMemory):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
     Every public method may be called from any thread. None waits for the GPU unless it says so.
@@ -73,6 +78,8 @@ class SlicedKVCache(PrefixSharing):
         reclaim_watermark: float = 0.1,
         guard_tokens: int = 0,
         zero_on_reuse: bool = False,
+        swap_limit: int | float | str | None = None,
+        min_share: int | float | str | None = None,
         pool: PagePool | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in {"self", "pool", "__class__"}}
@@ -91,6 +98,9 @@ class SlicedKVCache(PrefixSharing):
         self._zeroer = Zeroer(self._state, copier) if config.zero_on_reuse else None
         self._requests = Requests(self._state, planner, self._mapper)
         self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
+        mover = RowMover(self._state, self._zeroer)
+        self._swapper = Swapper(self._state, self._requests, mover)
+        self._pauser = Pauser(self._state, self._mapper, mover)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
         self._refusal = None
@@ -163,7 +173,8 @@ class SlicedKVCache(PrefixSharing):
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its pages stay for the next request in the slot and are unmapped only when needed elsewhere,
-        after the work queued so far on the current stream is done.
+        after the work queued so far on the current stream is done. Works while paused, too; waits for a `pause` that is
+        under way.
 
         Raises
         ------
@@ -233,21 +244,20 @@ class SlicedKVCache(PrefixSharing):
             if has_room(self._state, pages):
                 return True
         # Pages on their way into a margin are in no book: look again without any.
-        with self._state.work("can_admit"), self._gate.lock:
+        with self._state.work("can_admit", paused=True), self._gate.lock:
             return has_room(self._state, pages)
 
     def trim(self) -> int:
-        """Give idle, lookahead, eager and free memory back to the device; return the bytes given back.
+        """Give idle, lookahead, eager and free memory back to the device, and unused host memory to the system.
 
-        Waits, for a bounded time, for device work of freed requests.
+        Returns the bytes given back to the device. Waits, for a bounded time, for device work of freed requests.
         """
         self._enter()
         with self._state.work("trim"):
-            trim_slots(self._state)
-            return self.pool.trim() * self.layout.page_bytes
+            return trim(self._state) * self.layout.page_bytes
 
     def set_memory_limit(self, num_bytes: int) -> None:
-        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does.
+        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does. Also while paused.
 
         Raises
         ------
@@ -255,7 +265,7 @@ class SlicedKVCache(PrefixSharing):
             The limit is not positive; active requests hold more. The limit stays as it was.
         """
         self._enter()
-        with self._state.work("set_memory_limit"):
+        with self._state.work("set_memory_limit", paused=True):
             set_memory_limit(self._state, check_int("num_bytes", num_bytes, 1))
 
     def stats(self) -> CacheStats:
@@ -273,7 +283,7 @@ class SlicedKVCache(PrefixSharing):
             An invariant is broken; the message says which.
         """
         self._check_open()
-        with self._state.work("check_integrity"), self._gate.lock:
+        with self._state.work("check_integrity", paused=True), self._gate.lock:
             self._state.check_integrity()
 
     # --- the end ----------------------------------------------------------------------------------------------------

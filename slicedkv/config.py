@@ -33,8 +33,10 @@ _UNITS = {"": 1, **{f"{p}{'i' * b}B": (1024 if b else 1000) ** e for e, p in enu
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction: float) -> int:
-    """Turn a memory limit into bytes.
+def parse_memory_limit(
+    limit: MemoryLimit, *, free_bytes: int, default_fraction: float, name: str = "memory_limit"
+) -> int:
+    """Turn an amount of memory into bytes.
 
     Parameters
     ----------
@@ -44,6 +46,8 @@ def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction:
     free_bytes : int
         Physical memory free on the device now.
     default_fraction : float
+    name : str
+        Of the argument, for messages.
 
     Raises
     ------
@@ -53,14 +57,14 @@ def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction:
     fraction = default_fraction if limit is None else limit
     if isinstance(fraction, float):
         if not 0 < fraction <= 1:
-            raise ConfigError(f"memory_limit is {limit!r}; as a fraction of free memory it must be in (0, 1]")
+            raise ConfigError(f"{name} is {limit!r}; as a fraction of free memory it must be in (0, 1]")
         return int(free_bytes * fraction)
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)
         if match is None or match[2] not in _UNITS:
-            raise ConfigError(f"memory_limit is {limit!r}; write it like '40GiB', '500MB' or as a number of bytes")
-        return check_int("memory_limit", int(float(match[1]) * _UNITS[match[2]]), 1)
-    return check_int("memory_limit", limit, 1)
+            raise ConfigError(f"{name} is {limit!r}; write it like '40GiB', '500MB' or as a number of bytes")
+        return check_int(name, int(float(match[1]) * _UNITS[match[2]]), 1)
+    return check_int(name, limit, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,12 @@ class CacheConfig:
         Rows behind each request's length that are mapped too, for kernels that read past it.
     zero_on_reuse : bool
         Zero pages before a request may see them, ordered on the stream current in `step`.
+    swap_limit : int, float or str, optional
+        Host memory for swapped-out requests: bytes, "40GiB", or a fraction of what is available on the host; by
+        default a quarter of it. Taken only when used.
+    min_share : int, float or str, optional
+        Memory of the pool that other caches on it never take from this one: bytes, "4GiB", or a fraction of the pool's
+        limit, in whole pages; by default none.
 
     Raises
     ------
@@ -124,6 +134,8 @@ class CacheConfig:
     reclaim_watermark: float = 0.1
     guard_tokens: int = 0
     zero_on_reuse: bool = False
+    swap_limit: MemoryLimit = None
+    min_share: MemoryLimit = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len", "extent_pages"):
@@ -141,7 +153,8 @@ class CacheConfig:
         self._choice("mapper", get_args(MapperKind))
         self._set("dtype", _check_dtype(self.dtype))
         self._set("device", _check_device(self.device))
-        parse_memory_limit(self.memory_limit, free_bytes=1 << 40, default_fraction=1.0)
+        for name in ("memory_limit", "swap_limit", "min_share"):
+            parse_memory_limit(getattr(self, name), free_bytes=1 << 40, default_fraction=1.0, name=name)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -136,9 +136,16 @@ class LengthTable:
             return []
         return _indices((lens > 0) & (torch.minimum(self._lasts(), lens) < self._shared))
 
-    def start(self, slot: int, seq_len: int) -> None:
-        """Note that a request without tokens now has `seq_len` tokens that it did not write."""
+    def start(self, slot: int, seq_len: int, last: int | None = None) -> None:
+        """Note that a request without tokens now has `seq_len` tokens that it did not write.
+
+        `last` is what counts as the length of its last step; by default it is as long as that.
+        """
         self.touched[slot] = self._last[slot] = seq_len
+        if last is not None and last < seq_len:
+            self._last_lens.copy_(self._lasts())
+            self._level = False
+            self._last[slot] = last
 
     def share(self, slot: int, rows: int) -> None:
         """Note that a slot's first `rows` rows lie in shared pages; 0 when it shares nothing."""

@@ -15,20 +15,24 @@ from typing import Self
 
 from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
+from .copy_meter import CopyMeter
 from .errors import ConfigError, StateError
+from .host_pool import HostPool
 from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
+from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
-from .vmm import open_driver
+from .vmm import open_driver, procfs
 
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES = 2 << 20
 _MOST_ADDRESSES = 1 << 56
 _DEFAULT_FRACTION = {"cuda": 0.9}
+_DEFAULT_SWAP_FRACTION = 0.25
 
 
 _CLOSED = "the cache is closed; open a new one"
@@ -98,7 +102,9 @@ def open_pool(config: CacheConfig) -> PagePool:
             free_bytes=driver.memory_info().free_bytes,
             default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5),
         )
-        return PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+        pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+        pool.shares.own_pool = True
+        return pool
     except BaseException:
         driver.close()
         raise
@@ -126,7 +132,34 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
             pool.driver.close()
         raise
     slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
-    return CacheState(config, layout, pool, backing, slots, lengths, owns_pool=owned)
+    host = HostPool(pool.driver, pool.gate, _swap_limit(config))
+    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver))
+    try:
+        state.min_share_pages = _min_share_pages(config, pool)
+        with pool.gate.work("opening a cache"):
+            claim_share(state)
+    except BaseException:
+        if owned:
+            pool.driver.close()
+        raise
+    return state
+
+
+def _min_share_pages(config: CacheConfig, pool: PagePool) -> int:
+    if config.min_share is None:
+        return 0
+    limit = pool.memory_limit
+    num_bytes = parse_memory_limit(config.min_share, free_bytes=limit, default_fraction=1.0, name="min_share")
+    return -(-num_bytes // pool.page_bytes)
+
+
+def _swap_limit(config: CacheConfig) -> int:
+    return parse_memory_limit(
+        config.swap_limit,
+        free_bytes=procfs.memory_info().free_bytes,
+        default_fraction=_DEFAULT_SWAP_FRACTION,
+        name="swap_limit",
+    )
 
 
 def _check_addresses(layout: KVLayout) -> None:
@@ -149,7 +182,7 @@ def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
 
 
 def shut_down(state: CacheState, mapper: Mapper) -> None:
-    """Stop the mapper, wait for the device, unmap everything, and close the driver unless the pool is shared.
+    """Stop the mapper, wait for the device, unmap everything; the last cache of a pool that a cache opened ends it too.
 
     Raises
     ------
@@ -164,7 +197,11 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
             state.lengths.reset_all()  # a step that is already past its checks must not find anything mapped
         state.pool.driver.synchronize()
         state.backing.unmap_all(unknown=state.slots.lost)
-        if state.owns_pool:
+        state.host.close()
+        shares = state.pool.shares
+        with state.gate.lock:
+            shares.leave(state)
+        if shares.own_pool and not shares.members:
             state.pool.trim()
             state.pool.driver.close()
         state.closed = True

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from .checks import check_int
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .gate import Gate
+from .pool_shares import Shares
 from .references import Handles, References
 from .vmm.base import Driver
 
@@ -63,6 +64,7 @@ class PagePool:
         self.page_bytes = page_bytes
         self.extent_pages = check_int("extent_pages", extent_pages, 1)
         self.gate = Gate()
+        self.shares = Shares()
         self._free = Handles([], [])
         self.references = References(self.extent_pages)
         self._created_pages = 0

@@ -40,6 +40,11 @@ class Cut(NamedTuple):
     end_page: int
     segments: Segments
 
+    @property
+    def pages(self) -> int:
+        """Pages per plane."""
+        return self.end_page - self.first_page
+
 
 class Swap(NamedTuple):
     """A slot's segments ``[first, first + len(cut.segments.sizes))``, to be replaced by as many pages of its own."""
@@ -50,7 +55,7 @@ class Swap(NamedTuple):
     @property
     def pages(self) -> int:
         """Pages per plane."""
-        return self.cut.end_page - self.cut.first_page
+        return self.cut.pages
 
 
 class Piece(NamedTuple):

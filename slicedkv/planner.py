@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from .backing import Growth
 from .growth import Reason, grow_slots
-from .reclaim import next_slot, reclaim_slot, victims
+from .reclaim import reclaim_slot
 from .state import CacheState
+from .victims import next_slot, victims
 
 __all__ = ["Planner", "Work"]
 
@@ -61,6 +62,8 @@ class Planner:
 
     def next(self) -> Work | None:
         """Return the next batch, or None when there is nothing to do or no memory to do it. Lock held."""
+        if self.state.paused:
+            return None
         if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
         for propose in (self._prefetch, self._lookahead, self._part, self._eager, self._stock, self._reclaim):
@@ -184,10 +187,14 @@ class Planner:
         return Work(reason, chosen) if chosen else None
 
     def _affordable(self) -> int:
-        return self.state.pool.available_pages // self.state.layout.num_planes
+        pool = self.state.pool
+        unpromised = pool.available_pages - pool.shares.promised(besides=self.state)
+        return max(0, unpromised) // self.state.layout.num_planes
 
     def awaits_device(self) -> bool:
         """True when idle pages that are to go only wait for device work to end. Lock held."""
+        if self.state.paused:
+            return False
         leaving = self._idle_sharers() + (self._idle_victims() if self._memory_is_low() else [])
         return not all(map(self._device_is_done_with, leaving))
 

@@ -1,28 +1,26 @@
-"""What may be taken back when memory is short, in which order, and taking it back.
+"""Taking back what may be taken when memory is short, see `victims`, and moving the limit.
 
-The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
-and the slot that would be handed out next last. Nothing is unmapped before the work that may use it is done on the
-device. Functions marked *token* are called by whoever holds the gate's work token.
+Nothing is unmapped before the work that may use it is done on the device. Functions marked *token* are called by
+whoever holds the gate's work token, which all caches of a pool share.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 from .errors import OutOfPagesError, StateError
 from .state import CacheState
+from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
 from .vmm.base import Fence
 
 __all__ = [
-    "available_pages",
-    "has_room",
-    "next_slot",
+    "claim_share",
     "reclaim_slot",
     "require_room",
     "set_memory_limit",
     "take_back",
+    "trim",
     "trim_slots",
-    "victims",
     "wait_for",
     "wait_for_slot",
 ]
@@ -30,49 +28,7 @@ __all__ = [
 _FENCE_TIMEOUT_S = 4.0
 
 
-class Victim(NamedTuple):
-    """A slot and the pages per plane that can be taken from it."""
-
-    slot: int
-    pages: int
-
-
-def next_slot(state: CacheState) -> int | None:
-    """The slot best fit would hand out next for a short request. Lock held."""
-    return state.slots.best_fit(1, state.reusable_pages)
-
-
-def victims(state: CacheState) -> list[Victim]:
-    """Everything that may be taken back, first things first. Lock held."""
-    coming = next_slot(state)
-    ranked: list[tuple[tuple[int, int], Victim]] = []
-    for slot in state.slots.active | state.slots.idle:
-        idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
-        rank = 0 if state.slots.is_active(slot) else idle_rank
-        if pages := state.spare_pages(slot):
-            ranked.append(((rank, -pages), Victim(slot, pages)))
-    return [victim for _, victim in sorted(ranked)]
-
-
-def available_pages(state: CacheState) -> int:
-    """Pages over all planes that can be had: free, creatable, and whatever may be taken back. Lock held."""
-    return state.pool.available_pages + _reclaimable_pages(state, victims(state))
-
-
-def _reclaimable_pages(state: CacheState, candidates: list[Victim]) -> int:
-    """Pages over all planes that become free when all candidates are unmapped: those that others share do not."""
-    pages = sum(victim.pages for victim in candidates) * state.layout.num_planes
-    return pages - state.backing.shared.alias_pages_of(state.slots.idle)
-
-
-def has_room(state: CacheState, pages: int) -> bool:
-    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for. Lock held."""
-    promised = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-    room = available_pages(state) - promised * state.layout.num_planes
-    return bool(state.slots.idle) and pages * state.layout.num_planes <= room
-
-
-def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> list[Victim]:
+def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> Candidates:
     """*token* Return what may be taken back; refuse a need over all planes that not even all of it meets.
 
     Raises
@@ -80,19 +36,22 @@ def require_room(state: CacheState, need_pages: int, creatable: int | None = Non
     OutOfPagesError
         See `take_back`.
     """
-    pool = state.pool
     with state.gate.lock:
-        candidates = victims(state)
-        can_create = pool.creatable_pages if creatable is None else creatable
-        total = pool.free_pages + can_create + _reclaimable_pages(state, candidates)
+        found = candidates(state)
+        total = obtainable_pages(state, creatable) + sum(freed_pages(*part) for part in found)
+    _refuse_beyond(state, need_pages, total)
+    return found
+
+
+def _refuse_beyond(state: CacheState, need_pages: int, total: int) -> None:
     if total < need_pages:
+        pool, total = state.pool, max(0, total)
         raise OutOfPagesError(
-            f"{need_pages} pages of {pool.page_bytes} bytes needed, {total} can be had; free a request or raise "
-            f"the memory limit of {pool.memory_limit} bytes",
+            f"{need_pages} pages of {pool.page_bytes} bytes needed, {total} can be had; free a request or "
+            f"raise the memory limit of {pool.memory_limit} bytes",
             requested=need_pages,
             available=total,
         )
-    return candidates
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
@@ -110,27 +69,37 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
     Raises
     ------
     OutOfPagesError
-        There is not that much; nothing was unmapped.
+        There is not that much: nothing was unmapped, unless requests came and took it meanwhile.
     """
 
     def obtainable() -> int:
-        return state.pool.free_pages + (state.pool.creatable_pages if creatable is None else creatable)
+        with state.gate.lock:
+            return obtainable_pages(state, creatable)
 
-    if obtainable() >= need_pages:
-        return
-    for victim in require_room(state, need_pages, creatable):
-        if obtainable() >= need_pages:
-            return
-        reclaim_slot(state, victim.slot, wait=True)
+    if obtainable() < need_pages:
+        _take(require_room(state, need_pages, creatable), lambda: obtainable() >= need_pages)
+        # Less than was found, when an idle slot went to a request meanwhile.
+        _refuse_beyond(state, need_pages, obtainable())
 
 
-def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
+def _take(found: Candidates, enough: Callable[[], bool]) -> None:
+    """*token* Unmap what was found in caches, one slot after another, until there is enough."""
+    for owner, part in found:
+        for slot, pages, _ in part:
+            if enough():
+                return
+            reclaim_slot(owner, slot, wait=True, keep_pages=owner.backing.mapped(slot) - pages)
+
+
+def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 0) -> int:
     """*token* Unmap what a slot holds beyond its request's own pages; return the pages freed over all planes.
 
     Parameters
     ----------
     wait : bool
         Wait for device work that may still use the pages; otherwise leave them and return 0.
+    keep_pages : int
+        Pages per plane to leave in any case.
 
     Raises
     ------
@@ -148,7 +117,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool) -> int:
         if fence is not None and not driver.fence_done(fence):
             return 0
         state.slots.clear_fences((slot,))
-        cut = state.strike(slot)
+        cut = state.strike(slot, keep_pages)
     if cut is None:
         return 0
     try:
@@ -180,9 +149,16 @@ def wait_for(state: CacheState, fence: Fence, what: str) -> None:
 def trim_slots(state: CacheState) -> None:
     """*token* Unmap everything that may be taken back. Waits, for a bounded time, for device work on it."""
     with state.gate.lock:
-        candidates = victims(state)
-    for victim in candidates:
+        found = victims(state)
+    for victim in found:
         reclaim_slot(state, victim.slot, wait=True)
+
+
+def trim(state: CacheState) -> int:
+    """*token* Give back whatever may be taken back, free pages and unused host memory; return the pages released."""
+    trim_slots(state)
+    state.host.trim()
+    return state.pool.trim()
 
 
 def set_memory_limit(state: CacheState, num_bytes: int) -> None:
@@ -191,10 +167,50 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
     Raises
     ------
     ConfigError, OutOfPagesError
-        The limit holds no page, or less than requests need; it stays as it was.
+        The limit holds no page, less than the caches of the pool are promised, or less than requests need; it stays as
+        it was.
     """
     pool = state.pool
-    surplus = pool.created_pages - pool.pages_in_limit(num_bytes)
-    if surplus > pool.free_pages:
-        take_back(state, surplus, creatable=0)
+    limit = pool.pages_in_limit(num_bytes)
+
+    def in_use() -> int:
+        """Pages that are mapped or promised. Lock held."""
+        return pool.created_pages - pool.free_pages + pool.shares.promised()
+
+    def enough() -> bool:
+        with state.gate.lock:
+            return in_use() <= limit
+
+    with state.gate.lock:
+        pool.shares.check_limit(limit)
+        others = pool.shares.others(state)
+        found = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
+        needed = in_use() - sum(freed_pages(*part) for part in found)
+    if needed <= limit:
+        _take(found, enough)
+        with state.gate.lock:
+            needed = in_use()  # more than was found, when an idle slot went to a request meanwhile
+    if needed > limit:
+        raise OutOfPagesError(
+            f"memory_limit of {num_bytes} bytes holds {limit} pages of {pool.page_bytes} bytes, but requests need "
+            f"{needed}; free a request first",
+            requested=needed,
+            available=limit,
+        )
     pool.set_memory_limit(num_bytes)
+
+
+def claim_share(state: CacheState) -> None:
+    """*token* Count a new cache in and set its share of the pool aside, taking from others what they do not need.
+
+    Raises
+    ------
+    ConfigError, OutOfPagesError
+        The limit does not hold all shares; requests of other caches have the memory. Nothing was changed.
+    """
+    pool = state.pool
+    with state.gate.lock:
+        pool.shares.check_limit(pool.memory_limit // pool.page_bytes, state.min_share_pages)
+    take_back(state, state.min_share_pages)
+    with state.gate.lock:
+        pool.shares.join(state)

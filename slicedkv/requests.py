@@ -6,11 +6,14 @@ unmapped, before a new request would take them for its own; the mapper is told t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from .errors import OutOfSlotsError
 from .mapper import Mapper
 from .planner import Planner
 from .reclaim import reclaim_slot
 from .state import CacheState
+from .vmm.base import Fence
 
 __all__ = ["Requests"]
 
@@ -30,21 +33,25 @@ class Requests:
         self._planner = planner
         self._mapper = mapper
 
-    def begin(self, seq_len: int) -> int:
-        """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`."""
+    def begin(self, seq_len: int, *, told: bool = True) -> int:
+        """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`.
+
+        With `told` the mapper maps them. Otherwise the caller, who holds the work token, does, or calls `undo_begin`.
+        """
         state = self._state
         pages = state.layout.pages_for(seq_len)
         while True:
             with state.gate.lock:
+                state.require_running()
                 found = state.slots.best_fit(max(1, pages), state.reusable_pages)
                 if found is None or not state.backing.shared.has(found):
                     slot = self._activate(found)
-                    if seq_len:
+                    if seq_len and told:
                         state.wanted[slot] = pages
                         self._planner.note_prompt(seq_len)
                     self._mapper.wake()
                     return slot
-            with state.work("alloc_reqid"):
+            with state.work("alloc_reqid") if told else nullcontext():
                 reclaim_slot(state, found, wait=True)
 
     def begin_empty(self, count: int) -> list[int]:
@@ -78,27 +85,48 @@ class Requests:
         state.clean_pages[slot] = 0
         return slot
 
-    def undo_begin(self, slot: int) -> None:
-        """Make an active slot idle again whose request never began; a lost one stays lost. Lock held."""
-        if self._state.slots.is_active(slot):
-            self._state.slots.deactivate(slot)
-            self._state.lengths.reset(slot)
+    def undo_begin(self, *slots: int) -> None:
+        """Make active slots idle again whose requests never began, behind the fences they had; lost ones stay lost."""
+        with self._state.gate.lock:
+            for slot in filter(self._state.slots.is_active, slots):
+                self._state.slots.deactivate(slot)
+                self._state.lengths.reset(slot)
 
     def want(self, slot: int, seq_len: int) -> None:
         """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
         state = self._state
         with state.gate.lock:
+            state.require_running()
             state.slots.require_active(slot)
             state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
             self._mapper.wake()
 
     def end(self, slot: int) -> None:
-        """Make an active slot idle behind a fence; its pages stay."""
+        """Make an active slot idle behind the work queued so far; its pages stay. A pause under way is waited for."""
         state = self._state
         with state.gate.lock:
-            state.slots.require_active(slot)
-            state.slots.release(slot, state.fence_behind(slot))
-            state.lengths.reset(slot)
-            state.wanted.pop(slot, None)
-            state.unscheduled = True
-            self._mapper.wake()
+            if not state.paused:
+                self._end(slot)
+                return
+        with state.work("free_reqid", paused=True), state.gate.lock:
+            self._end(slot)
+
+    def _end(self, slot: int) -> None:
+        """Lock held, and the work token while the cache is paused."""
+        self._state.slots.require_active(slot)
+        self._leave(slot, self._state.fence_behind(slot))
+
+    def leave(self, slot: int, fence: Fence) -> None:
+        """*token* Make a leaving slot idle behind the copy of its rows."""
+        with self._state.gate.lock:
+            self._leave(slot, fence)
+
+    def _leave(self, slot: int, fence: Fence) -> None:
+        """Lock held. What of the request is in host memory, while the cache is paused, is given back."""
+        state = self._state
+        state.slots.release(slot, fence)
+        state.lengths.reset(slot)
+        state.wanted.pop(slot, None)
+        state.drop_offloaded(slot)
+        state.unscheduled = True
+        self._mapper.wake()

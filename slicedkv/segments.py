@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from .page_pool import Handles
 from .vmm.base import Run
@@ -52,6 +52,10 @@ class Segments:
         found, planes = Segments(), self.planes
         found.sizes, found.handles = self.sizes[first:end], self.handles[first * planes : end * planes]
         return found
+
+    def within(self, pages: int) -> Segments:
+        """Return a copy of the segments that lie wholly in the first `pages` pages."""
+        return self.part(0, sum(end <= pages for end in accumulate(self.sizes)))
 
     def split(self, first: int) -> Segments:
         """Remove and return the segments from `first` on."""

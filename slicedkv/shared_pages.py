@@ -16,7 +16,7 @@ from .placement import Alias, Cut, Swap
 from .references import References
 from .segments import Segments
 
-__all__ = ["SharedPages"]
+__all__ = ["Release", "SharedPages"]
 
 
 class SharedPages:
@@ -60,20 +60,20 @@ class SharedPages:
 
     def has(self, slot: int) -> bool:
         """True when a slot has pages mapped that another slot has too."""
-        return bool(self.alias_pages) and self._tighten(slot) > 0
+        return self.bound(slot) > 0
 
     def end_page(self, slot: int) -> int:
         """Pages per plane at the start of a slot that hold all that it shares."""
-        return sum(self._segments[slot].sizes[: self._tighten(slot)]) if self.alias_pages else 0
+        return sum(self._segments[slot].sizes[: self.bound(slot)])
 
     def _tighten(self, slot: int) -> int:
         end = self._bound[slot]
-        while end and self._references.of(self._first_handle(slot, end - 1)) == 1:
+        while end and self._references.of(self.first_handle(slot, end - 1)) == 1:
             end -= 1
         self._bound[slot] = end
         return end
 
-    def _first_handle(self, slot: int, index: int) -> int:
+    def first_handle(self, slot: int, index: int) -> int:
         """The first plane's handle of a segment; all planes are shared alike."""
         return self._segments[slot].handles[index * self._planes]
 
@@ -84,19 +84,24 @@ class SharedPages:
             found.update(self._segments[slot].handles[: self._bound[slot] * self._planes : self._planes])
         return found
 
-    def alias_pages_of(self, slots: Iterable[int]) -> int:
-        """Of all the pages that these slots map, over all planes, those that unmapping them would not free."""
-        if not self.alias_pages:
-            return 0
-        sharers = list(filter(self.has, slots))
-        sizes = {
-            self._first_handle(slot, index): size
-            for slot in sharers
-            for index, size in enumerate(self._segments[slot].sizes[: self._bound[slot]])
-        }
-        counts = self.mappings(sharers)
-        kept = (size * (counts[h] - (counts[h] == self._references.of(h))) for h, size in sizes.items())
-        return sum(kept) * self._planes
+    def saved_pages(self, slots: Iterable[int]) -> int:
+        """Pages over all planes that these slots would have to map more, had each its own: shared ones count once."""
+        found: set[int] = set()
+        saved = 0
+        for slot in filter(self.has, slots):
+            for index, size in enumerate(self._segments[slot].sizes[: self._bound[slot]]):
+                handle = self.first_handle(slot, index)
+                saved += size * (handle in found)
+                found.add(handle)
+        return saved * self._planes
+
+    def release(self) -> Release:
+        """Begin to reckon what becomes free when slots let go of pages, one after another."""
+        return Release(self, self._segments, self._references)
+
+    def bound(self, slot: int) -> int:
+        """Segments at the start of a slot among which all shared ones are."""
+        return self._tighten(slot) if self.alias_pages else 0
 
     def holders(self, swaps: Iterable[Swap]) -> dict[int, int]:
         """Of each handle of the first plane that was replaced, a slot that still has it, at the same pages."""
@@ -125,7 +130,7 @@ class SharedPages:
             shared: list[int] = []
             ends = list(accumulate(self._segments[slot].sizes[: self._tighten(slot)]))
             for index, end in enumerate(ends):
-                handle = self._first_handle(slot, index)
+                handle = self.first_handle(slot, index)
                 start = end - self._segments[slot].sizes[index]
                 if start < end_page and first_page < end and self._references.of(handle) + left[handle] > 1:
                     left[handle] -= 1
@@ -159,3 +164,48 @@ class SharedPages:
                     raise StateError(f"slot {slot}: page {starts[segment]} is shared, but not on purpose")
         if mapped - unique != self.alias_pages:
             raise StateError(f"{mapped - unique} pages are aliases, but {self.alias_pages} are counted")
+
+
+class Release:
+    """What becomes free when slots let go of pages, one after another: with the last mapping, and not before.
+
+    Nothing is unmapped by it. Good for as long as the gate's lock is held.
+
+    Parameters
+    ----------
+    shared : SharedPages
+    segments : sequence of Segments
+    references : References
+    """
+
+    def __init__(self, shared: SharedPages, segments: Sequence[Segments], references: References) -> None:
+        self._shared = shared
+        self._segments = segments
+        self._references = references
+        self._gone: Counter[int] = Counter()
+
+    def drop(self, slot: int, pages: int, most: int | None = None) -> tuple[int, int]:
+        """Let go of the last `pages` pages per plane of a slot, in whole handles, while no more than `most` are freed.
+
+        `pages` end where a handle ends.
+
+        Returns
+        -------
+        (int, int)
+            Pages per plane let go of; those of them that became free.
+        """
+        bound, most = self._shared.bound(slot), pages if most is None else most
+        if not bound and pages <= most:
+            return pages, pages
+        dropped = freed = 0
+        sizes = self._segments[slot].sizes
+        for index in range(len(sizes) - 1, -1, -1):
+            handle = self._shared.first_handle(slot, index) if index < bound else None
+            kept = handle is not None and self._references.of(handle) - self._gone[handle] > 1
+            if dropped + sizes[index] > pages or freed + (0 if kept else sizes[index]) > most:
+                break
+            if handle is not None:
+                self._gone[handle] += 1
+            dropped += sizes[index]
+            freed += 0 if kept else sizes[index]
+        return dropped, freed

@@ -137,9 +137,7 @@ class Sharer:
                 else:
                     self._part(slots)
             except BaseException:
-                with state.gate.lock:
-                    for slot in slots:
-                        self._requests.undo_begin(slot)
+                self._requests.undo_begin(*slots)
                 raise
         self._mapper.run_pending()
         return slots

@@ -25,6 +25,7 @@ class SlotTable:
         self.num_slots = num_slots
         self._active: set[int] = set()
         self._idle: set[int] = set(range(num_slots))
+        self._leaving: set[int] = set()
         self._fences: dict[int, Fence] = {}
 
     @property
@@ -52,7 +53,9 @@ class SlotTable:
         return slot in self._active
 
     def require_active(self, reqid: int) -> None:
-        """Raise `StateError` unless `reqid` names an active slot."""
+        """Raise `StateError` unless `reqid` names an active slot, one that is not `leaving`."""
+        if reqid in self._leaving:
+            raise StateError(f"reqid {reqid} is not active; another thread is swapping it out")
         if reqid in self._active:
             return
         if not 0 <= reqid < self.num_slots:
@@ -100,14 +103,20 @@ class SlotTable:
 
     def release(self, slot: int, fence: Fence) -> None:
         """Make an active slot idle; `fence` marks the end of the work that may still use it."""
+        self._leaving.discard(slot)
         self._active.remove(slot)
         self._idle.add(slot)
         self._fences[slot] = fence
+
+    def set_leaving(self, slot: int, leaving: bool) -> None:
+        """Say whether the rows of an active slot are on their way out: meanwhile its request may not be used."""
+        (self._leaving.add if leaving else self._leaving.discard)(slot)
 
     def lose(self, slot: int) -> None:
         """Never hand out `slot` again."""
         self._idle.discard(slot)
         self._active.discard(slot)
+        self._leaving.discard(slot)
 
     def fence(self, slot: int) -> Fence | None:
         """The fence that must be done before anything behind the slot's old request is unmapped, or None."""

@@ -1,6 +1,6 @@
 """`CacheState`: what the parts of one cache share, and the few facts that follow from several of them.
 
-No policy lives here: `reclaim` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
+No policy lives here: `victims` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
 see. Everything is read and changed with the gate's lock held unless a docstring says otherwise.
 """
 
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from .backing import Backing, Cut
 from .config import CacheConfig
+from .copy_meter import CopyMeter
 from .errors import StateError
 from .gate import Gate
+from .host_pool import HostPool, HostSpan
 from .layout import KVLayout
 from .lengths import LengthTable
 from .lookahead import Pace
@@ -25,14 +27,16 @@ from .vmm.base import Fence
 __all__ = ["CacheState"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CacheState:
     """The parts of one cache.
 
     Attributes
     ----------
-    owns_pool : bool
-        The pool and its driver end with this cache.
+    host : HostPool
+        Host memory for rows that are not in a slot.
+    min_share_pages : int
+        Pages of the pool, over all planes, that no other cache may take from this one.
     wanted : dict of int to int
         Pages per plane that active requests asked for ahead of need (`alloc_reqid(seq_len)`, `prefetch`), by slot.
     eager : dict of int to int
@@ -43,6 +47,10 @@ class CacheState:
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
     claims : dict of int to int
         Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
+    paused : bool
+        Free memory was given back, and nothing may be mapped before `resume`.
+    offloaded : dict of int to HostSpan
+        Rows of active slots that are in host memory until then, by slot.
     closed : bool
         Everything was given back.
     """
@@ -53,7 +61,9 @@ class CacheState:
     backing: Backing
     slots: SlotTable
     lengths: LengthTable
-    owns_pool: bool = True
+    host: HostPool
+    meter: CopyMeter
+    min_share_pages: int = 0
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
     wanted: dict[int, int] = field(default_factory=dict)
@@ -61,6 +71,8 @@ class CacheState:
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
     claims: dict[int, int] = field(default_factory=dict)
+    paused: bool = False
+    offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -87,9 +99,12 @@ class CacheState:
         keep = max(claim, self.keep_pages(slot))
         return self.backing.shrinkable(slot, keep) if self.backing.mapped(slot) > keep else 0
 
-    def strike(self, slot: int) -> Cut | None:
-        """Strike what a slot can spare off all books; `Backing.unmap` must follow, then `note_mapped` if it fails."""
-        cut = self.backing.detach(slot, self.keep_pages(slot))
+    def strike(self, slot: int, keep: int = 0) -> Cut | None:
+        """Strike what a slot can spare beyond `keep` pages per plane off all books.
+
+        `Backing.unmap` must follow, then `note_mapped` if it fails.
+        """
+        cut = self.backing.detach(slot, max(keep, self.keep_pages(slot)))
         self.clean_pages[slot] = min(self.clean_pages[slot], self.backing.mapped(slot))
         self.eager.pop(slot, None)
         self.note_mapped(slot)
@@ -101,6 +116,13 @@ class CacheState:
         self.lengths.reset(slot)
         self.wanted.pop(slot, None)
         self.eager.pop(slot, None)
+        self.drop_offloaded(slot)
+
+    def drop_offloaded(self, slot: int) -> None:
+        """Give back what host memory a slot's request has while the cache is paused."""
+        span = self.offloaded.pop(slot, None)
+        if span is not None:
+            self.host.give_back(span)
 
     def fence_behind(self, slot: int) -> Fence:
         """A fence behind all that is queued on the current stream, and behind the slot's earlier fence."""
@@ -112,18 +134,27 @@ class CacheState:
         return driver.record_fence()
 
     @contextmanager
-    def work(self, purpose: str) -> Iterator[None]:
+    def work(self, purpose: str, *, paused: bool = False) -> Iterator[None]:
         """Hold the work token for a foreground call, unless the cache was closed before it came free.
+
+        With `paused` also while the cache is paused.
 
         Raises
         ------
         StateError
-            See `Gate.work`; or the cache is closed.
+            See `Gate.work`; or the cache is closed, or paused.
         """
         with self.gate.work(purpose):
             if self.closed:
                 raise StateError("the cache was closed by another thread")
+            if not paused:
+                self.require_running()
             yield
+
+    def require_running(self) -> None:
+        """Raise `StateError` while the cache is paused."""
+        if self.paused:
+            raise StateError("the cache is paused; call resume() first")
 
     def note_mapped(self, slot: int) -> None:
         """Bring the lengths in line with what is mapped for a slot."""
@@ -133,7 +164,8 @@ class CacheState:
 
     def note_shared(self, slot: int) -> None:
         """Bring the lengths in line with what an active slot shares."""
-        self.lengths.share(slot, self.layout.rows_within(self.backing.shared.end_page(slot)))
+        if self.slots.is_active(slot):
+            self.lengths.share(slot, self.layout.rows_within(self.backing.shared.end_page(slot)))
 
     def snapshot(self) -> CacheStats:
         """Take the statistics of this moment."""
@@ -142,11 +174,13 @@ class CacheState:
         active = self.slots.active
         active_pages = sum(map(self.backing.mapped, active))
         margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
-        mapped_bytes = (self.backing.mapped_pages - shared.alias_pages) * page_bytes
+        saved_bytes = shared.saved_pages(active) * page_bytes
+        mapped_bytes = self.backing.held_pages * page_bytes
         # What active slots share is full of tokens: it counts once in what they hold and in what they use.
-        saved_bytes = (shared.alias_pages - shared.alias_pages_of(self.slots.idle)) * page_bytes
         active_bytes = active_pages * plane_page_bytes - saved_bytes
-        used_bytes = sum(self.lengths.touched) * self.layout.token_bytes - saved_bytes
+        # What is in host memory, or on its way there, has no pages here.
+        tokens = sum(self.lengths.touched[slot] for slot in active if self.backing.mapped(slot))
+        used_bytes = tokens * self.layout.token_bytes - saved_bytes
         return CacheStats(
             page_bytes=page_bytes,
             memory_limit_bytes=self.pool.memory_limit,
@@ -158,11 +192,15 @@ class CacheState:
             used_bytes=used_bytes,
             waste_bytes=active_bytes - used_bytes,
             lookahead_bytes=margin_pages * plane_page_bytes,
+            promised_bytes=self.pool.shares.promised(besides=self) * page_bytes,
             eager_bytes=sum(self.eager.values()) * plane_page_bytes,
             shared_bytes=self.pool.references.shared_pages * page_bytes,
             saved_bytes=saved_bytes,
             active_slots=len(active),
             idle_slots=len(self.slots.idle),
+            swapped_bytes=self.host.used_bytes,
+            host_bytes=self.host.created_bytes,
+            copy_bytes_per_s=self.meter.bytes_per_s,
             **self.counters.as_dict(),  # type: ignore[arg-type]
         )
 
@@ -176,12 +214,16 @@ class CacheState:
         """
         self.backing.check_integrity()
         self.pool.check_integrity()
+        self.host.check_integrity()
+        if not self.slots.active.issuperset(self.offloaded):
+            raise StateError(f"slots {sorted(self.offloaded)} are in host memory, but not all of them are active")
         for slot in range(self.layout.max_batch_size):
             backed = self.lengths.backed[slot]
             mapped = self.backing.mapped(slot)
             if self.slots.is_active(slot):
                 touched = self.lengths.touched[slot]
-                if backed != self.layout.tokens_backed(mapped) or touched > backed:
+                short = touched > backed and slot not in self.offloaded
+                if backed != self.layout.tokens_backed(mapped) or short:
                     raise StateError(
                         f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
                         f"{self.layout.tokens_backed(mapped)}"

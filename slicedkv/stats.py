@@ -47,6 +47,8 @@ class Counters:
     pages_shared: int = 0
     pages_copied: int = 0
     extents_mapped: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
     last_step: StepRecord = field(default_factory=lambda: StepRecord(ok=True))
 
     def as_dict(self) -> dict[str, int | float | StepRecord]:
@@ -65,6 +67,8 @@ class CacheStats:
         Behind all handles of the pool, free or mapped (of all caches that share it).
     free_bytes : int
         Behind handles that are free in the pool.
+    promised_bytes : int
+        Kept for other caches of the pool, up to their `min_share`.
     mapped_bytes : int
         Mapped by this cache: active + idle.
     active_bytes, idle_bytes : int
@@ -82,6 +86,10 @@ class CacheStats:
     saved_bytes : int
         What active requests would hold more if each had its own copy of what it shares.
     active_slots, idle_slots : int
+    swapped_bytes, host_bytes : int
+        Host memory of swapped-out rows; host memory taken for them, used or not.
+    copy_bytes_per_s : float
+        Measured speed of copies between device and host, 0 before the first is done.
     steps : int
         Calls of `step`.
     stalls, stall_us : int, float
@@ -100,6 +108,8 @@ class CacheStats:
         Shared pages that a step gave a request its own copy of, because it may write them.
     extents_mapped : int
         Mappings made with one handle of several pages.
+    swaps_out, swaps_in : int
+        Requests that went to host memory, and that came back.
     last_step : StepRecord
     """
 
@@ -107,6 +117,7 @@ class CacheStats:
     memory_limit_bytes: int
     created_bytes: int
     free_bytes: int
+    promised_bytes: int
     mapped_bytes: int
     active_bytes: int
     idle_bytes: int
@@ -118,6 +129,9 @@ class CacheStats:
     saved_bytes: int
     active_slots: int
     idle_slots: int
+    swapped_bytes: int
+    host_bytes: int
+    copy_bytes_per_s: float
     steps: int
     stalls: int
     stall_us: float
@@ -132,6 +146,8 @@ class CacheStats:
     pages_shared: int
     pages_copied: int
     extents_mapped: int
+    swaps_out: int
+    swaps_in: int
     last_step: StepRecord
 
     @property

@@ -45,6 +45,7 @@ class Stepper:
         started = time.perf_counter()
         lengths, counters = self._state.lengths, self._state.counters
         with self._mutex:
+            self._state.require_running()
             counters.steps += 1
             self._state.pace.step_at(started)
             if lengths.is_quiet(lens):

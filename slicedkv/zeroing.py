@@ -31,7 +31,7 @@ class Zeroer:
 
         Holds the work token, so that the mapper does not unmap margin pages while they are being zeroed.
         """
-        state, page_bytes = self._state, self._state.layout.page_bytes
+        state = self._state
         with state.gate.lock:
             if not self._dirty():
                 return
@@ -39,9 +39,20 @@ class Zeroer:
             with state.gate.lock:
                 dirty = self._dirty()
             for slot, first, end in dirty:
-                self._copier.zero(slot, first * page_bytes, end * page_bytes)
-                with state.gate.lock:
-                    state.clean_pages[slot] = end
+                self._zero(slot, first, end)
+
+    def clean(self, slot: int) -> None:
+        """*token* Queue zeroing of one slot's dirty pages on the current stream."""
+        with self._state.gate.lock:
+            first, end = self._state.clean_pages[slot], self._state.backing.mapped(slot)
+        if first < end:
+            self._zero(slot, first, end)
+
+    def _zero(self, slot: int, first: int, end: int) -> None:
+        state, page_bytes = self._state, self._state.layout.page_bytes
+        self._copier.zero(slot, first * page_bytes, end * page_bytes)
+        with state.gate.lock:
+            state.clean_pages[slot] = end
 
     def _dirty(self) -> list[tuple[int, int, int]]:
         """Slots and the pages ``[first, end)`` of each that an active request could see something old in. Lock held."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda, FakeTorchCuda
+from fake_cuda import FakeCuda
+from fake_torch_cuda import FakeTorchCuda
 
 from slicedkv.vmm import native
 from slicedkv.vmm.cuda import CudaDriver

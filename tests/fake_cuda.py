@@ -1,4 +1,4 @@
-"""A small, strict stand-in for `cuda.bindings.driver` and for `torch.cuda`'s streams, in plain Python.
+"""A small, strict stand-in for `cuda.bindings.driver`, in plain Python.
 
 `FakeCuda` keeps to the rules of CUDA's virtual memory (offset 0, whole handles, no mapping over a mapping), answers
 like the bindings, and lends its calls as C function pointers, so that C loops can be run against it.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
 MIB = 2**20
 
 VALUES = {"cuInit": 0, "cuMemRelease": 0, "cuMemMap": 0, "cuMemSetAccess": 0, "cuMemUnmap": 0, "cuMemAddressFree": 0}
+VALUES |= {"cuMemcpyAsync": 0, "cuMemHostRegister": 0, "cuMemHostUnregister": 0}
 VALUES |= {"cuCtxSetCurrent": 0, "cuDevicePrimaryCtxRelease": 0, "cuMemGetInfo": 2, "cuGetProcAddress": 2}
 """Values beside the result code in a function's answer, where it is not one; on failure they are None."""
 
@@ -91,6 +90,8 @@ class FakeCuda:
         self.contexts = 0
         self.thread = threading.local()
         self.synchronized: list[int] = []
+        self.copies: list[tuple[int, int, int, int]] = []
+        self.registered: dict[int, int] = {}
         self._next = 1 << 40
         self._next_handle = 1 << 33
         self._entries = self._lend()
@@ -208,6 +209,21 @@ class FakeCuda:
             self.accessible.discard(at)
         return (0,)
 
+    # --- host memory, for which a context must be current --------------------------------------------------------
+
+    def cuMemcpyAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[Any, ...]:
+        self.copies.append((target, source, num_bytes, stream))
+        return (0,) if getattr(self.thread, "context", 0) else (1,)
+
+    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Any, ...]:
+        if address in self.registered or not getattr(self.thread, "context", 0):
+            return (1,)
+        self.registered[address] = num_bytes
+        return (0,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        return (0,) if self.registered.pop(address, None) else (1,)
+
     def _mapped_in(self, address: int, size: int) -> list[int]:
         return [
             at
@@ -239,62 +255,3 @@ class FakeCuda:
             "cuMemSetAccess": ctypes.CFUNCTYPE(number, word, size, pointer, size)(grant),
             "cuMemUnmap": ctypes.CFUNCTYPE(number, word, size)(lambda *a: int(self.cuMemUnmap(*a)[0])),
         }
-
-
-class _Stream:
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.capturing = False
-        self.waits: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waits.append(event)
-
-
-class FakeTorchCuda:
-    """Stands in for `torch.cuda`: a current device, a stream a device, events that a test finishes."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.streams = defaultdict(_Stream)
-        self.hold_events = False
-        self.reserved = [0]
-        self.initialized = True
-        outer = self
-
-        class Event:
-            def __init__(self) -> None:
-                self.stream: Any = None
-                self.done = not outer.hold_events
-
-            def record(self, stream: _Stream) -> None:
-                self.stream = stream
-
-            def query(self) -> bool:
-                return self.done
-
-        self.Event = Event
-
-    def is_initialized(self) -> bool:
-        return self.initialized
-
-    def current_stream(self, device: int | None = None) -> _Stream:
-        index = self.current if device is None else device
-        return self.streams.setdefault(index, _Stream(index))
-
-    @contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        before, self.current = self.current, index
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def is_current_stream_capturing(self) -> bool:
-        return self.current_stream().capturing
-
-    def memory_reserved(self, device: int) -> int:
-        return self.reserved[0]
-
-    def empty_cache(self) -> None:
-        self.reserved = self.reserved[1:] or [0]

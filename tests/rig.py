@@ -119,3 +119,17 @@ def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int, start:
         expected = stamps(cache, layer, start, end, seed).expand(shape)
         assert torch.equal(cache.k(layer)[reqid, start:end], expected)
         assert torch.equal(cache.v(layer)[reqid, start:end], -expected)
+
+
+def grow(cache: SlicedKVCache, pages: int) -> int:
+    """A request of so many pages of K and as many of V."""
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: pages * TOKENS})
+    return reqid
+
+
+def most(cache: SlicedKVCache, reqid: int) -> int:
+    """Pages per plane that a request can have."""
+    while cache.step({reqid: (mapped(cache, reqid) + 1) * TOKENS}):
+        pass
+    return mapped(cache, reqid)

@@ -14,6 +14,7 @@ from ..cache import SlicedKVCache
 from ..checks import check_int
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import attention_scale, cache_for_model, decoder_config
+from .preemption import PreemptionKind
 from .record import EngineStep, Event
 from .request import Request, SamplingParams
 from .runner import ModelRunner
@@ -47,6 +48,8 @@ class Engine:
     cuda_graphs : bool, optional
         Whether steps in which every request computes one token are captured and replayed as CUDA graphs, one for each
         padded number of requests. By default where backend and model allow it.
+    preemption : {"recompute", "swap", "auto"}
+        How a request gives its slot to older ones: computed again, swapped to host memory, or the faster as measured.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
     **cache_kwargs
@@ -73,6 +76,7 @@ class Engine:
         max_tokens_per_step: int | None = None,
         backend: str | AttentionBackend = "auto",
         cuda_graphs: bool | None = None,
+        preemption: PreemptionKind = "recompute",
         on_step: Callable[[EngineStep], None] | None = None,
         **cache_kwargs: Any,
     ) -> None:
@@ -87,7 +91,7 @@ class Engine:
         try:
             slots = self.cache.layout.max_batch_size
             budget = max(512, slots) if max_tokens_per_step is None else max_tokens_per_step
-            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget)
+            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget, preemption=preemption)
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
             if isinstance(backend, str):
                 backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
@@ -163,6 +167,7 @@ class Engine:
         for request, token in zip(ready, tokens, strict=True):
             request.accept(token)
             events.append(Event(request, token, request.finish_reason))
+        self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
         self.scheduler.retire()

@@ -10,6 +10,7 @@ import torch
 
 from ..checks import check_bool, check_int
 from ..errors import ConfigError
+from ..swap import SwapHandle
 
 __all__ = ["FinishReason", "Request", "RequestState", "SamplingParams"]
 
@@ -87,9 +88,11 @@ class Request:
     reqid : int or None
         Slot in the cache while running.
     num_computed : int
-        Tokens whose K and V are in the cache.
+        Tokens whose K and V are in the cache or in host memory.
+    swapped : SwapHandle or None
+        The rows of these tokens while they wait in host memory.
     num_preemptions : int
-        How often the slot was taken away and the tokens computed again.
+        How often the slot was taken away.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.reqid: int | None = None
         self.num_computed = 0
+        self.swapped: SwapHandle | None = None
         self.num_preemptions = 0
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._generator: torch.Generator | None = None

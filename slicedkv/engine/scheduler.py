@@ -4,8 +4,8 @@ Owns the queues and the slots of running requests; knows a cache's public interf
 
 Order of a step: one token for every decoding request, then chunks of prompts in order of arrival, then new requests
 while slots and memory last. Requests are admitted first come, first served; when memory runs short the youngest running
-one gives its pages back, returns to the head of the queue and is computed again later. The oldest is never preempted
-for a younger one, so it always gets on, and so does everybody in turn.
+one gives its pages back and returns to the head of the queue; what becomes of its rows, see `preemption`. The oldest is
+never preempted for a younger one, so it always gets on, and so does everybody in turn.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from typing import Protocol
 
 from ..checks import check_int
 from ..errors import CapacityError, ConfigError, OutOfPagesError
-from ..layout import KVLayout
+from .preemption import PreemptionKind, Preemptor, SwappingCache
 from .request import FinishReason, Request, RequestState
 
 __all__ = ["Scheduler", "StepPlan"]
 
 
-class SchedulerCache(Protocol):
+class SchedulerCache(SwappingCache, Protocol):
     """The part of `SlicedKVCache` that a scheduler uses; see there."""
 
-    @property
-    def layout(self) -> KVLayout: ...
     def alloc_reqid(self, seq_len: int = 0) -> int: ...
-    def free_reqid(self, reqid: int) -> None: ...
     def step(self, seq_lens: dict[int, int]) -> bool: ...
     def can_admit(self, seq_len: int) -> bool: ...
     def pages_needed(self, seq_lens: dict[int, int]) -> int: ...
@@ -57,15 +54,20 @@ class Scheduler:
         All its slots must be idle; the scheduler is the only one to allocate and step.
     max_tokens_per_step : int
         Budget of packed tokens, at least the number of slots so that every decoding request has its token.
+    preemption : {"recompute", "swap", "auto"}
+        See `Preemptor`.
     """
 
-    def __init__(self, cache: SchedulerCache, *, max_tokens_per_step: int) -> None:
+    def __init__(
+        self, cache: SchedulerCache, *, max_tokens_per_step: int, preemption: PreemptionKind = "recompute"
+    ) -> None:
         slots = cache.layout.max_batch_size
         self._cache = cache
         self.max_tokens_per_step = check_int("max_tokens_per_step", max_tokens_per_step, slots)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.preemptor = Preemptor(cache, preemption)
         self._total_pages = cache.pages_available()
 
     @property
@@ -133,6 +135,7 @@ class Scheduler:
             return
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
+            self.preemptor.drop(request)
         request.finish(FinishReason.ABORTED)
         self.retire()
 
@@ -149,7 +152,9 @@ class Scheduler:
                 chosen.append((request, q_len))
                 budget -= q_len
         while may_admit and budget and self.waiting and self._can_admit(self.waiting[0]):
-            request = self._admit()
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
             chosen.append((request, min(request.num_pending, budget)))
             budget -= chosen[-1][1]
         requests, q_lens = zip(*chosen, strict=True)
@@ -165,24 +170,32 @@ class Scheduler:
         promised = self._cache.pages_needed({_slot(other): _next_len(other) for other in self.running})
         return promised + self._pages(tokens) <= self._cache.pages_available()
 
-    def _admit(self) -> Request:
-        request = self.waiting[0]
-        request.reqid = self._cache.alloc_reqid(request.num_tokens)
+    def _admit(self, request: Request) -> bool:
+        """Give the head of the queue a slot; False when its rows are swapped out and memory is short for them."""
+        request.reqid = self.preemptor.bring_back(request)
+        if request.reqid is None:
+            if request.swapped is not None and self.running:
+                return False
+            self.preemptor.drop(request)  # alone, and still memory is short: `step` will say by how much
+            request.reqid = self._cache.alloc_reqid(request.num_tokens)
         self.waiting.popleft()
         request.state = RequestState.RUNNING
         self.running.append(request)
-        return request
+        return True
 
     def _preempt(self, request: Request) -> None:
-        self._release(request)
+        self.preemptor.take_slot(request, _slot(request))
+        self._leave(request)
         request.state = RequestState.WAITING
-        request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
         self._cache.free_reqid(_slot(request))
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
         request.reqid = None
         self.running.remove(request)
 

@@ -6,9 +6,9 @@ Importing this package loads no driver, so neither CUDA nor torch is needed unti
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .base import Driver, Fence, MappedRange, MemoryInfo, Run
+from .base import Copy, Driver, Fence, MappedRange, MemoryInfo, Run
 
-__all__ = ["Driver", "Fence", "MappedRange", "MemoryInfo", "Run", "open_driver"]
+__all__ = ["Copy", "Driver", "Fence", "MappedRange", "MemoryInfo", "Run", "open_driver"]
 
 
 def open_driver(device: object) -> Driver:

@@ -13,6 +13,8 @@ The contract, for every driver:
 - Mapped memory is readable and writable at once. Memory of a new handle holds zeros on the host and anything on a GPU.
 - Every verb that takes several things either does all of them or undoes what it did and raises.
 - Every verb may be called from any thread. No verb except `wait_fence` and `synchronize` waits for the GPU.
+- Bytes are moved between mapped addresses and host memory by `copy_batch` alone, beside the caller's stream; a fence
+  says when that is done. Host memory that is pinned moves faster and leaves the calling thread free.
 - Failures raise `DriverError`; the driver stays usable.
 """
 
@@ -24,7 +26,7 @@ from typing import NamedTuple
 
 from ..errors import DriverError
 
-__all__ = ["Driver", "Fence", "MappedRange", "MemoryInfo", "Run"]
+__all__ = ["Copy", "Driver", "Fence", "MappedRange", "MemoryInfo", "Run"]
 
 Fence = object
 """A point in the work submitted to the device; opaque to callers, meaningful only to the driver that recorded it."""
@@ -49,6 +51,14 @@ class MappedRange(NamedTuple):
     """A mapped address range made of whole mappings."""
 
     address: int
+    num_bytes: int
+
+
+class Copy(NamedTuple):
+    """Bytes to be copied from `source` to `target`: one is mapped for all of them, the other is host memory."""
+
+    target: int
+    source: int
     num_bytes: int
 
 
@@ -156,6 +166,28 @@ class Driver(ABC):
     @abstractmethod
     def order_after(self, fence: Fence) -> None:
         """Make work submitted later on the caller's stream start after the fence, without waiting here."""
+
+    @abstractmethod
+    def copy_batch(self, copies: Sequence[Copy]) -> Fence:
+        """Copy ranges after all work submitted so far on the caller's stream, beside what is submitted there later.
+
+        Batches are copied in the order of the calls. On failure nothing is being copied any more.
+
+        Returns
+        -------
+        Fence
+            Done when everything is copied.
+        """
+
+    @abstractmethod
+    def copy_seconds(self, fence: Fence) -> float | None:
+        """Seconds that the copies behind a fence of `copy_batch` took, once it is done; None before. Never waits."""
+
+    def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027 (host memory is as good as pinned for a host)
+        """Pin host memory, so that it can be copied from and to without the calling thread. May be slow."""
+
+    def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
+        """Undo `pin` of the same range; nothing may be copied there any more."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -17,8 +17,9 @@ from typing import Any
 
 from ..errors import BackendUnavailableError, DriverError
 from . import native
-from .base import Fence, MemoryInfo
-from .cuda_calls import ENTRY_POINTS, NativeCalls, PythonCalls
+from .base import Copy, Fence, MemoryInfo
+from .cuda_calls import ENTRY_POINTS, NativeCalls, PythonCalls, access_descriptor, allocation_properties
+from .cuda_copies import HostCopies
 from .cuda_streams import TorchStreams
 from .ledger import Mappings
 from .strict import Outcome, StrictDriver
@@ -56,13 +57,14 @@ class CudaDriver(StrictDriver):
         self._index = device_index
         self._api: Any = _load_bindings() if api is None else api
         device = self._find_device()
-        self._properties = self._allocation_properties()
-        self._access = self._access_descriptor()
+        self._properties = allocation_properties(self._api, device_index)
+        self._access = access_descriptor(self._api, device_index)
         super().__init__(self._find_granularity(), _INVALID_VALUE)
         self._context = self._probe("cuDevicePrimaryCtxRetain", device)
         self._device = device
         self._threads = threading.local()
         self._streams = TorchStreams(device_index)
+        self._copies = HostCopies(self._api, self._streams, self._value)
         self._calls = self._find_calls()
 
     # --- finding out what there is ---------------------------------------------------------------------------------
@@ -114,23 +116,6 @@ class CudaDriver(StrictDriver):
                 f"{self.torch_device} cannot be used: its allocation granularity is {granularity} bytes"
             )
         return granularity
-
-    def _allocation_properties(self) -> Any:
-        """Pinned memory of this device: the only kind of page made here."""
-        api = self._api
-        properties = api.CUmemAllocationProp()
-        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = self._index
-        return properties
-
-    def _access_descriptor(self) -> Any:
-        """Reading and writing from this device."""
-        access = self._api.CUmemAccessDesc()
-        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._index
-        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        return access
 
     def _find_calls(self) -> PythonCalls | NativeCalls:
         """The C loops when they are built and the driver tells where its calls are, else Python loops."""
@@ -265,6 +250,24 @@ class CudaDriver(StrictDriver):
     def order_after(self, fence: Any) -> None:
         self._enter()
         self._streams.order_after(fence)
+
+    def copy_batch(self, copies: Sequence[Copy]) -> Fence:
+        self._enter()
+        with self._own_context(), self._outside_capture():
+            return self._copies.copy(copies)
+
+    def copy_seconds(self, fence: Any) -> float | None:
+        return self._copies.seconds(fence) if self.fence_done(fence) else None
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        with self._own_context(), self._outside_capture():
+            self._value("pin", self._api.cuMemHostRegister(address, num_bytes, 0))
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        with self._own_context(), self._outside_capture():
+            self._value("unpin", self._api.cuMemHostUnregister(address))
 
     def synchronize(self) -> None:
         """Wait for all work of the device. Not through torch: a cache is also closed when the interpreter ends."""

@@ -13,7 +13,7 @@ from typing import Any
 from .ledger import Mappings
 from .strict import Outcome
 
-__all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls"]
+__all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls", "access_descriptor", "allocation_properties"]
 
 ENTRY_POINTS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemUnmap")
 """Driver calls whose addresses `NativeCalls` needs."""
@@ -21,6 +21,24 @@ ENTRY_POINTS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cu
 ACCESS_TRIES = 500
 RETRY_S = 200e-6  # between two tries; the C loop pauses as long, so access is given up after about 0.1 s
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, see CUresult in the CUDA driver API
+
+
+def allocation_properties(api: Any, device_index: int) -> Any:
+    """Pinned memory of one device: the only kind of page made here."""
+    properties = api.CUmemAllocationProp()
+    properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device_index
+    return properties
+
+
+def access_descriptor(api: Any, device_index: int) -> Any:
+    """Reading and writing from one device."""
+    access = api.CUmemAccessDesc()
+    access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device_index
+    access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
 
 
 class PythonCalls:

@@ -25,6 +25,20 @@ class TorchStreams:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._copy_stream: Any = None
+
+    @property
+    def copy_stream(self) -> Any:
+        """A stream that only copies use, made when it is first asked for."""
+        if self._copy_stream is None:
+            self._copy_stream = self._cuda.Stream(self._index)
+        return self._copy_stream
+
+    def timed_event(self, stream: Any) -> Any:
+        """Record an event on a stream that also knows when it was reached."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     @property
     def _cuda(self) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import DriverError
-from .base import MemoryInfo
+from .base import Copy, MemoryInfo
 from .faulty import FaultyDriver
 from .ledger import Mappings
 from .strict import Outcome, StrictDriver
@@ -33,10 +34,13 @@ class FakeFence:
         Identifier of the thread that recorded it.
     device, stream : object
         What was current then.
+    num_bytes : int
+        Copied before it by its `copy_batch`.
     """
 
-    def __init__(self, done: bool, device: object, stream: object) -> None:
+    def __init__(self, done: bool, device: object, stream: object, num_bytes: int = 0) -> None:
         self.done = done
+        self.num_bytes = num_bytes
         self.thread = threading.get_ident()
         self.device = device
         self.stream = stream
@@ -62,6 +66,12 @@ class FakeDriver(StrictDriver):
         All fences recorded.
     ordered : list of (object, FakeFence)
         The stream of each `order_after`, and its fence.
+    copies : list of Copy
+        All copies asked for; none is made.
+    copy_bytes_per_s : float
+        How fast they are said to be.
+    pinned : dict of int to int
+        Bytes of host memory pinned, by address.
     bound_threads : set of int
         Threads that called `bind_thread`.
     """
@@ -78,6 +88,9 @@ class FakeDriver(StrictDriver):
         self.fences: list[FakeFence] = []
         self.ordered: list[tuple[object, FakeFence]] = []
         self.bound_threads: set[int] = set()
+        self.copies: list[Copy] = []
+        self.copy_bytes_per_s = 50e9
+        self.pinned: dict[int, int] = {}
         self._next_address = -(-_FIRST_ADDRESS // granularity) * granularity
         self._next_handle = 1
         self._fences_changed = threading.Condition()
@@ -137,9 +150,29 @@ class FakeDriver(StrictDriver):
 
     def record_fence(self) -> FakeFence:
         self._enter()
-        fence = FakeFence(not self.hold_fences, self.current_device, self.current_stream)
+        return self._record(0)
+
+    def _record(self, num_bytes: int) -> FakeFence:
+        fence = FakeFence(not self.hold_fences, self.current_device, self.current_stream, num_bytes)
         self.fences.append(fence)
         return fence
+
+    def copy_batch(self, copies: Sequence[Copy]) -> FakeFence:
+        self._enter()
+        self.copies.extend(copies)
+        return self._record(sum(copy.num_bytes for copy in copies))
+
+    def copy_seconds(self, fence: Any) -> float | None:
+        return fence.num_bytes / self.copy_bytes_per_s if fence.done else None
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        if self.pinned.pop(address, None) != num_bytes:
+            raise self._ledger.breach("unpin", f"{num_bytes} bytes at {address:#x} are not pinned")
 
     def finish_fences(self) -> None:
         """All work submitted so far is done now."""

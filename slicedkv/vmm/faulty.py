@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DriverError
-from .base import Driver, Fence, MemoryInfo
+from .base import Copy, Driver, Fence, MemoryInfo
 
 __all__ = ["FaultyDriver"]
 
@@ -35,8 +35,8 @@ class FaultyDriver(Driver):
     """Any driver, with failures, delays and hooks before chosen calls.
 
     Batches are taken apart into single calls, so that any handle in the middle can fail. Operations are "reserve",
-    "create", "map", "set_access", "unmap" and "release"; a run of several handles counts as that many maps, each
-    followed by a set_access.
+    "create", "map", "set_access", "unmap", "release", "copy", "pin" and "unpin"; a run of several handles counts as
+    that many maps, each followed by a set_access.
 
     Parameters
     ----------
@@ -147,6 +147,22 @@ class FaultyDriver(Driver):
 
     def order_after(self, fence: Fence) -> None:
         self.inner.order_after(fence)
+
+    def copy_batch(self, copies: Sequence[Copy]) -> Fence:
+        for copy in copies:
+            self._before("copy", *copy)
+        return self.inner.copy_batch(copies)
+
+    def copy_seconds(self, fence: Fence) -> float | None:
+        return self.inner.copy_seconds(fence)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._before("pin", address, num_bytes)
+        self.inner.pin(address, num_bytes)
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._before("unpin", address, num_bytes)
+        self.inner.unpin(address, num_bytes)
 
     def synchronize(self) -> None:
         self.inner.synchronize()

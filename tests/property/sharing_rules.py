@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class SharingRules(RuleBasedStateMachine):
     cache: SlicedKVCache
     driver: FaultyDriver
     requests: list[Request]
+    active: list[Request]
     exact: bool
     call: Callable[..., Any]
     pick: Callable[[int], Request]
@@ -31,6 +33,8 @@ class SharingRules(RuleBasedStateMachine):
     def share(self, index: int, num_tokens: int, ahead: int) -> None:
         """A new request gets the first tokens of another."""
         source, target, layout = self.pick(index), self.begin(ahead), self.cache.layout
+        if source.handle is not None:
+            return
         if num_tokens > source.last:
             with pytest.raises(StateError, match=f"reqid {source.reqid} has {source.last} tokens"):
                 self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
@@ -46,24 +50,27 @@ class SharingRules(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(index=picks, count=st.integers(1, SLOTS - 1))
     def fork(self, index: int, count: int) -> None:
-        source, idle = self.pick(index), SLOTS - len(self.requests)
-        try:
-            reqids = self.call(self.cache.fork, source.reqid, count)
-        except OutOfSlotsError:
-            assert count > idle
-        except OutOfPagesError:
-            assert source.last
-            for _ in range(count):  # as many requests as if it had worked, or the timing would change the example
-                self.begin()
-        else:
-            assert len(reqids) == count <= idle
-            for reqid in reqids:
-                self.add(reqid).inherit(source, source.last)
+        """What was swapped out gets its slot again, so that nobody takes the last one from it."""
+        source = self.pick(index)
+        if count > SLOTS - len(self.requests):
+            if source.handle is None and count > SLOTS - len(self.active):
+                with pytest.raises(OutOfSlotsError):
+                    self.call(self.cache.fork, source.reqid, count)
+            return
+        reqids: list[int] = []
+        if source.handle is None:
+            with suppress(OutOfPagesError):
+                reqids = self.call(self.cache.fork, source.reqid, count)
+        assert len(reqids) == count or source.handle is not None or source.last
+        for reqid in reqids:
+            self.add(reqid).inherit(source, source.last)
+        for _ in range(count - len(reqids)):  # as many requests, or the timing would change the example
+            self.begin()
 
     def saved_bytes(self) -> int:
         """Bytes mapped behind active requests more than once, from the driver's own books."""
         ledger, layout = self.driver.inner._ledger, self.cache.layout
-        active, seen, saved = {request.reqid for request in self.requests}, set(), 0
+        active, seen, saved = {request.reqid for request in self.active}, set(), 0
         for plane in self.cache._state.backing.reservations:
             for address, handle in ledger._at.items():
                 slot, _ = divmod(address - plane.address, layout.slot_stride_bytes)

@@ -7,7 +7,6 @@ What is drawn never depends on what the cache did, so that the timing of the map
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,23 +18,17 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from request_model import LAYERS, SLOTS, TOKENS, Request, lengths, picks
+from moving_rules import SWAP_LIMIT, MovingRules, second_caches
+from request_model import FULL_PAGES, HEAD_DIM, LAYERS, SLOTS, TOKENS, Request, deltas, lengths, picks
 from sharing_rules import SharingRules
 
 from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm.fake import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
-FULL_PAGES = 96
-"""Pages behind four full slots, with every layout and page size below."""
-HEAD_DIM = {mmap.PAGESIZE: 20 * mmap.PAGESIZE // 4096, 64 << 10: 320}
-"""With these a page holds 17 rows and a part of the 18th."""
 
-deltas = st.one_of(st.none(), st.integers(-20, 3), st.integers(10, 120))
-
-
-class CacheMachine(SharingRules):
-    """Rules are the public calls; the model is the list of active requests, oldest first."""
+class CacheMachine(SharingRules, MovingRules):
+    """Rules are the public calls; the model is the list of requests, oldest first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +46,12 @@ class CacheMachine(SharingRules):
         lookahead_tokens=st.sampled_from([None, 0, 5, 40]),
         eager_tokens=st.sampled_from([0, 50, "auto"]),
         reclaim_watermark=st.sampled_from([0.0, 0.1, 0.5]),
+        swap_limit=st.sampled_from([None, SWAP_LIMIT]),
+        second=second_caches,
     )
-    def open(self, page_bytes: int, extent_pages: int, limit_pages: int, mapper: str, **options: Any) -> None:
+    def open(
+        self, page_bytes: int, extent_pages: int, limit_pages: int, mapper: str, second: Any, **options: Any
+    ) -> None:
         self.driver = FaultyDriver(HostDriver(), record=False)
         self.page_bytes, self.limit_pages, self.in_step = page_bytes, limit_pages, mapper == "sync"
         pool = PagePool(
@@ -64,23 +61,25 @@ class CacheMachine(SharingRules):
         self.cache = SlicedKVCache(
             **shape, max_batch_size=SLOTS, max_seq_len=TOKENS, mapper=mapper, pool=pool, **options
         )
+        self.open_second(second, shape)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     @property
     def exact(self) -> bool:
         """True when nothing happens behind our back, so that what the cache says now holds until the next call."""
-        return self.in_step and not self.faulty
+        return self.in_step and self.second_in_step and not self.faulty
 
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call, and call again while an injected failure shows up, here or in the background before."""
         for _ in range(4):
             try:
-                return method(*arguments)
+                return method(*arguments, **options)
             except DriverError as error:
                 if not self.faulty or "injected" not in str(error):
                     raise
-                self.check()
+                if not self.cache._state.offloaded:
+                    self.check()
         raise AssertionError("one injected failure was raised four times")
 
     def pick(self, index: int) -> Request:
@@ -91,18 +90,7 @@ class CacheMachine(SharingRules):
         if not length:
             return
         self.writes += 1
-        span = request.write(length, self.cache.layout.guard_tokens, self.writes)
-        for layer in range(LAYERS):
-            for kv, view in enumerate((self.cache.k(layer), self.cache.v(layer))):
-                # As a view of its own: the tensor ends at the last token, and guard rows lie behind.
-                rows = view[request.reqid].as_strided(
-                    (span.stop - span.start, *view.shape[2:]), view.stride()[1:], self.offset(view, request, span.start)
-                )
-                rows[:] = request.rows(span, layer, kv)
-
-    def offset(self, view: torch.Tensor, request: Request, token: int) -> int:
-        """Elements from the start of the storage to a row."""
-        return int(view.storage_offset()) + request.reqid * view.stride(0) + token * view.stride(1)
+        request.fill(self.cache, request.write(length, self.cache.layout.guard_tokens, self.writes))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -123,13 +111,15 @@ class CacheMachine(SharingRules):
         return self.requests[-1]
 
     def add(self, reqid: int) -> Request:
-        assert reqid not in {other.reqid for other in self.requests}
+        assert reqid not in {other.reqid for other in self.active}
         self.requests.append(Request(reqid))
         return self.requests[-1]
 
     @precondition(lambda self: len(self.requests) == SLOTS)
     @rule()
     def alloc_too_many(self) -> None:
+        if len(self.active) < SLOTS:
+            return
         with pytest.raises(OutOfSlotsError):
             self.call(self.cache.alloc_reqid)
         assert not self.cache.can_admit(0)
@@ -140,7 +130,7 @@ class CacheMachine(SharingRules):
         self.step_to(
             {
                 request.reqid: min(max(request.tokens + change, 0), TOKENS)
-                for request, change in zip(self.requests, changes, strict=False)
+                for request, change in zip(self.active, changes, strict=False)
                 if change is not None
             },
             form,
@@ -151,7 +141,9 @@ class CacheMachine(SharingRules):
     def step_to_the_brink(self, index: int, slack: int, changes: list[int | None]) -> None:
         """One request takes all there is, about, while others grow a little."""
         layout, request = self.cache.layout, self.pick(index)
-        pairs = zip(self.requests, changes, strict=False)
+        if request.handle is not None:
+            return
+        pairs = zip(self.active, changes, strict=False)
         lens = {other.reqid: min(other.tokens + change % 4, TOKENS) for other, change in pairs if change is not None}
         pages = layout.pages_for(request.tokens) + self.cache.pages_available() // layout.num_planes + slack
         lens[request.reqid] = min(max(layout.tokens_backed(max(pages, 0)), request.tokens), TOKENS)
@@ -165,24 +157,22 @@ class CacheMachine(SharingRules):
         if self.exact:
             assert ok == fits
         if ok:
-            for request in self.requests:
+            for request in self.active:
                 self.grown(request, lens.get(request.reqid, 0))
 
     @precondition(lambda self: self.requests)
     @rule(index=picks, seq_len=lengths)
     def prefetch(self, index: int, seq_len: int) -> None:
         request = self.pick(index)
+        if request.handle is not None:
+            return
         self.call(self.cache.prefetch, request.reqid, seq_len)
         request.wanted = max(request.wanted, seq_len)
 
     @precondition(lambda self: self.requests)
     @rule(index=picks)
     def free(self, index: int) -> None:
-        request = self.pick(index)
-        self.call(self.cache.free_reqid, request.reqid)
-        self.requests.remove(request)
-        with pytest.raises(StateError, match="freed already"):
-            self.call(self.cache.free_reqid, request.reqid)
+        self.end(self.pick(index))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -191,14 +181,18 @@ class CacheMachine(SharingRules):
         assert self.call(self.cache.trim) >= 0
         if self.exact:
             stats = self.cache.stats()
-            assert (stats.free_bytes, stats.idle_bytes, stats.created_bytes) == (0, 0, stats.active_bytes)
+            assert (stats.free_bytes, stats.idle_bytes) == (0, 0)
+            assert stats.created_bytes == stats.active_bytes + self.second_bytes
 
     @rule(pages=st.integers(1, FULL_PAGES * 3 // 4))
     def set_memory_limit(self, pages: int) -> None:
         try:
             self.call(self.cache.set_memory_limit, pages * self.page_bytes)
+        except ConfigError:
+            assert self.second_share > pages
         except OutOfPagesError:
-            assert self.cache.stats().active_bytes > pages * self.page_bytes
+            others = max(self.second_bytes, self.second_share * self.page_bytes)
+            assert self.cache.stats().active_bytes + others > pages * self.page_bytes
         else:
             self.limit_pages = pages
 
@@ -207,7 +201,10 @@ class CacheMachine(SharingRules):
     @precondition(lambda self: self.requests)
     @rule(index=picks)
     def refused(self, index: int) -> None:
-        reqid = self.pick(index).reqid
+        request = self.pick(index)
+        reqid = request.reqid
+        if request.handle is not None:
+            return
         for method, arguments in (
             ("step", ({reqid: TOKENS + 1},)),
             ("step", ([-1] * SLOTS,)),
@@ -220,14 +217,14 @@ class CacheMachine(SharingRules):
         ):
             with pytest.raises(ConfigError):
                 self.call(getattr(self.cache, method), *arguments)
-        for idle in set(range(SLOTS)) - {request.reqid for request in self.requests}:
+        for idle in set(range(SLOTS)) - {request.reqid for request in self.active}:
             with pytest.raises(StateError, match=f"reqid {idle} is not active"):
                 self.call(self.cache.step, {reqid: TOKENS, idle: 1})
 
     @precondition(lambda self: not self.faulty)
     @rule(
         rules=st.integers(1, 4),
-        op=st.sampled_from(["create", "map", "set_access", "unmap"]),
+        op=st.sampled_from(["create", "map", "set_access", "unmap", "copy"]),
         at=st.integers(1, 4),
         name=st.sampled_from(["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"]),
     )
@@ -246,7 +243,8 @@ class CacheMachine(SharingRules):
         """Forget what was injected, and let the mapper's last failure be raised if there is one."""
         self.driver.heal()
         self.cache.check_integrity()  # waits for driver work under way, which may have met the failure
-        self.call(self.cache.set_memory_limit, self.limit_pages * self.page_bytes)
+        for cache in filter(None, (self.cache, self.second)):
+            self.call(cache.set_memory_limit, self.limit_pages * self.page_bytes)
 
     # --- what always holds ------------------------------------------------------------------------------------------
 
@@ -257,16 +255,16 @@ class CacheMachine(SharingRules):
         with cache.pool.gate.work("test"):
             stats, used_bytes = cache.stats(), self.driver.inner.used_bytes()
             on_device = Counter(self.driver.inner._ledger._at.values())
-            assert on_device == Counter(cache._state.backing.mapped_handles())
-            saved_bytes = self.saved_bytes()
-        assert used_bytes == stats.created_bytes == stats.free_bytes + stats.mapped_bytes
+            assert on_device == Counter(h for owner in cache.pool._owners for h in owner.mapped_handles())
+            second_bytes, saved_bytes = self.second_bytes, self.saved_bytes()
+        assert used_bytes == stats.created_bytes == stats.free_bytes + stats.mapped_bytes + second_bytes
         assert stats.created_bytes <= stats.memory_limit_bytes == self.limit_pages * self.page_bytes
-        assert stats.active_slots == len(self.requests)
+        assert stats.active_slots == len(self.active)
         assert stats.saved_bytes == saved_bytes <= stats.mapped_bytes * (SLOTS - 1)
-        tokens = [request.tokens for request in self.requests]
+        tokens = [request.tokens for request in self.active]
         assert stats.used_bytes + saved_bytes == sum(tokens) * cache.layout.token_bytes
         assert stats.active_bytes + saved_bytes >= sum(map(cache.layout.bytes_for, tokens))
-        for request in self.requests:
+        for request in self.active:
             span = slice(0, request.tokens)
             for layer in range(LAYERS):
                 for kv, view in enumerate((cache.k(layer), cache.v(layer))):
@@ -282,12 +280,14 @@ class CacheMachine(SharingRules):
             self.check()
             while self.requests:
                 self.free(0)
+            self.close_second()
             end = time.monotonic() + 5
             while self.cache.trim() or self.cache.stats().created_bytes:
                 assert not self.in_step or self.cache.stats().created_bytes == 0
                 assert time.monotonic() < end, "the mapper must come to rest"
         finally:
             self.driver.heal()
+            self.close_second()
             self.cache.close()
         self.cache.pool.trim()
         assert self.driver.inner.used_bytes() == 0

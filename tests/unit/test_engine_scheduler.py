@@ -174,11 +174,12 @@ def test_memory_taken_by_others_is_an_error_with_numbers(schedule):
     pages=st.integers(7, 12),
     slots=st.integers(1, 4),
     budget=st.integers(4, 50),
+    preemption=st.sampled_from(["recompute", "swap", "auto"]),
 )
-def test_everybody_finishes(lengths, pages, slots, budget):
+def test_everybody_finishes(lengths, pages, slots, budget, preemption):
     """Whatever comes, every request gets all its tokens, in a bounded number of steps, and leaves nothing behind."""
     with SlicedKVCache(device="cpu", **options(pages, slots)) as cache:
-        scheduler = Scheduler(cache, max_tokens_per_step=budget)
+        scheduler = Scheduler(cache, max_tokens_per_step=budget, preemption=preemption)
         everyone = [request(i, prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(lengths)]
         for one in everyone:
             scheduler.add(one)
@@ -188,5 +189,5 @@ def test_everybody_finishes(lengths, pages, slots, budget):
                 break
             assert sum(step.values()) <= budget
         assert all(len(one.output_ids) == one.params.max_tokens for one in everyone)
-        assert cache.stats().active_slots == 0
+        assert (cache.stats().active_slots, cache.stats().swapped_bytes) == (0, 0)
         cache.check_integrity()

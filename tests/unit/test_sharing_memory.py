@@ -75,6 +75,20 @@ def test_the_margin_of_the_source_is_taken_back_for_the_copy(rig: Rig) -> None:
     cache.close()
 
 
+def test_the_margin_of_the_source_is_taken_for_what_is_not_shared(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    cache.set_memory_limit(16 * cache.layout.page_bytes)
+    first = cache.alloc_reqid()
+    assert cache.step({first: 8 * TOKENS})
+    cache.free_reqid(first)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: TOKENS + 1})
+    assert (mapped(cache, source), cache.pages_available()) == (8, 12)
+    assert cache.share_prefix(source, target, TOKENS + 1)
+    assert (mapped(cache, source), mapped(cache, target)) == (2, 2)
+    cache.close()
+
+
 def test_staggered_ends_then_trim_leave_what_is_held(rig: Rig) -> None:
     cache = rig.open(max_batch_size=9, **QUIET)
     page = cache.layout.page_bytes * cache.layout.num_planes

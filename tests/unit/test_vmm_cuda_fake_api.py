@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda, FakeTorchCuda
+from fake_cuda import FakeCuda
+from fake_torch_cuda import FakeTorchCuda
 
 from slicedkv.errors import BackendUnavailableError, DriverError, StateError
 from slicedkv.vmm import MappedRange, Run, cuda_calls

@@ -1,0 +1,150 @@
+"""`Pauser`: a cache gives its memory back to the driver and takes it again, at the same addresses.
+
+What may be taken back goes first, as in `trim`. With `offload` the rows of active requests wait in host memory, and
+their slots keep lengths and addresses but no pages, until `resume` maps pages there again and copies the rows in.
+Requests that share pages go with all their rows and come back sharing none, which may need more memory than they had.
+While a cache is paused its mapper rests and every call that would change something is refused, see `CacheState.paused`,
+but those that make room for `resume`: ending a request and moving the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .backing import Growth
+from .errors import StateError
+from .growth import grow_now
+from .host_pool import HostSpan
+from .mapper import Mapper
+from .reclaim import trim_slots
+from .rows import RowMover
+from .state import CacheState
+
+__all__ = ["Pauser"]
+
+Rows = Sequence[tuple[int, HostSpan, int]]
+
+
+class Pauser:
+    """Pause and resume one cache.
+
+    Parameters
+    ----------
+    state : CacheState
+    mapper : Mapper
+    mover : RowMover
+    """
+
+    def __init__(self, state: CacheState, mapper: Mapper, mover: RowMover) -> None:
+        self._state = state
+        self._mapper = mapper
+        self._mover = mover
+
+    def pause(self, *, offload: bool) -> int:
+        """Give memory back and return its bytes; see `SlicedKVCache.pause`."""
+        state, pool = self._state, self._state.pool
+        with state.work("pause"):
+            pool.driver.record_fence()  # refuses a capture, which waiting for the device would break
+            created = pool.created_pages
+            with state.gate.lock:
+                state.paused = True  # from here on no step counts on pages, and nobody comes, grows or goes
+                lens = self._lens() if offload else {}
+            rows: Rows = ()
+            try:
+                rows = self._take_spans(lens)
+                pool.driver.synchronize()
+                trim_slots(state)
+                self._offload(rows)
+                pool.trim()
+            except BaseException as error:
+                self._undo(rows, error)
+                raise
+            return (created - pool.created_pages) * pool.page_bytes
+
+    def _lens(self) -> dict[int, int]:
+        """Tokens of every active slot that has pages. Lock held."""
+        state = self._state
+        return {slot: state.lengths.touched[slot] for slot in sorted(state.slots.active) if state.backing.mapped(slot)}
+
+    def _take_spans(self, lens: Mapping[int, int]) -> Rows:
+        """Host memory for the rows of slots."""
+        spans = self._state.host.take([self._mover.num_bytes(seq_len) for seq_len in lens.values()])
+        return tuple((slot, span, seq_len) for (slot, seq_len), span in zip(lens.items(), spans, strict=True))
+
+    def _offload(self, rows: Rows) -> None:
+        """Copy rows out and unmap their slots."""
+        state = self._state
+        if not rows:
+            return
+        self._mover.copy_out(rows)
+        if not state.host.wait(*(span for _, span, _ in rows)):
+            raise StateError("pause: the copies to host memory did not end in time; nothing was unmapped")
+        self._unmap([slot for slot, _, _ in rows])
+        with state.gate.lock:
+            state.offloaded = {slot: span for slot, span, _ in rows}
+
+    def _unmap(self, slots: Sequence[int]) -> None:
+        """Unmap all pages of active slots, or none; the device does not use them."""
+        state = self._state
+        with state.gate.lock:
+            state.slots.clear_fences(slots)
+            cuts = [cut for slot in slots if (cut := state.backing.detach(slot, 0)) is not None]
+        try:
+            state.backing.unmap(*cuts)
+        except StateError:
+            with state.gate.lock:
+                for slot in slots:
+                    state.lose(slot)
+            raise
+        finally:
+            with state.gate.lock:
+                for slot in slots:
+                    state.clean_pages[slot] = min(state.clean_pages[slot], state.backing.mapped(slot))
+                    state.note_mapped(slot)
+                    state.note_shared(slot)
+
+    def _undo(self, rows: Rows, error: BaseException) -> None:
+        """Be as before a pause that failed; where even that fails, stay paused with the rows in host memory."""
+        if self._state.offloaded:
+            try:
+                self._restore(rows)
+            except Exception as second:
+                raise StateError(
+                    f"pause: {error}; then {second}. The requests' rows are in host memory and the cache stays paused; "
+                    "call resume() to bring them back"
+                ) from error
+        self._go_on(rows)
+
+    def resume(self) -> None:
+        """Map pages for what was offloaded and copy the rows in; see `SlicedKVCache.resume`."""
+        state = self._state
+        with state.work("resume", paused=True):
+            if not state.paused:
+                raise StateError("the cache is not paused; there is nothing to resume")
+            rows = [(slot, span, state.lengths.touched[slot]) for slot, span in state.offloaded.items()]
+            self._restore(rows)
+            self._go_on(rows)
+
+    def _restore(self, rows: Rows) -> None:
+        """Map pages behind slots again and copy their rows in; all or nothing."""
+        state, free_before = self._state, self._state.pool.free_pages
+        growths = tuple(Growth(slot, state.layout.pages_for(seq_len)) for slot, _, seq_len in rows if seq_len)
+        if not growths:
+            return
+        grow_now(state, growths)
+        try:
+            self._mover.copy_in(rows)
+        except BaseException:
+            state.pool.driver.synchronize()  # zeroing may be under way
+            self._unmap([slot for slot, _ in growths])
+            state.pool.trim(free_before)
+            raise
+
+    def _go_on(self, rows: Rows) -> None:
+        state = self._state
+        with state.gate.lock:
+            state.paused = False
+            state.offloaded = {}
+            self._mapper.wake()
+        for _, span, _ in rows:
+            state.host.give_back(span)

@@ -1,0 +1,72 @@
+"""`Shares`: the caches that draw on one pool, and how much of it each is promised (`min_share`).
+
+What a cache was promised and has not mapped is kept for it: free or creatable pages that no other cache may take. A
+cache that is short takes what others hold beyond their share and do not need, see `victims`.
+
+All caches of a pool have one gate. Whoever changes what is mapped, of its own or of another cache, holds that gate's
+work token; whoever reads or changes books holds its lock, taken after the token and never before. Nobody ever holds two
+gates, so two caches that are short at the same time wait for each other's driver calls and for nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .state import CacheState
+
+__all__ = ["Shares"]
+
+
+class Shares:
+    """The caches of one pool, in order of opening. Everything is called with the gate's lock held.
+
+    A cache that is collected before it was closed, as when opening it fails, is forgotten.
+
+    Attributes
+    ----------
+    own_pool : bool
+        The pool was opened by a cache, not by the caller: it and its driver end with the last of the caches.
+    """
+
+    def __init__(self) -> None:
+        self.own_pool = False
+        self._members: list[weakref.ref[CacheState]] = []
+
+    @property
+    def members(self) -> tuple[CacheState, ...]:
+        """All of them."""
+        return tuple(member for known in self._members if (member := known()) is not None)
+
+    def others(self, state: CacheState) -> list[CacheState]:
+        """All but one."""
+        return [member for member in self.members if member is not state]
+
+    def join(self, state: CacheState) -> None:
+        """Count a cache in."""
+        self._members.append(weakref.ref(state))
+
+    def leave(self, state: CacheState) -> None:
+        """Forget a cache and what it was promised; one that never joined is fine."""
+        self._members = [weakref.ref(member) for member in self.others(state)]
+
+    def promised(self, besides: CacheState | None = None) -> int:
+        """Pages that caches other than `besides` were promised and have not mapped."""
+        return sum(
+            max(0, member.min_share_pages - member.backing.held_pages)
+            for member in self.members
+            if member.min_share_pages and member is not besides
+        )
+
+    def check_limit(self, limit_pages: int, newcomer_pages: int = 0) -> None:
+        """Raise `ConfigError` when a limit does not hold what all caches, and a new one, are promised."""
+        total = sum(member.min_share_pages for member in self.members)
+        if total + newcomer_pages > limit_pages:
+            raise ConfigError(
+                f"the caches of this pool have min_share of {total} pages"
+                + (f", and {newcomer_pages} more are asked for" if newcomer_pages else "")
+                + f"; a limit of {limit_pages} pages does not hold them, lower min_share or raise the limit"
+            )

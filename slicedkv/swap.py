@@ -1,0 +1,154 @@
+"""`Swapper`: a request leaves its slot for host memory and comes back, into whichever slot is free.
+
+Out, the slot becomes idle behind the copy's fence, like the slot of a request that ended: its pages go where they are
+needed as soon as the copy is done, and those that it shared stay with the others. In, pages are mapped as `step` maps
+them, and the request shares none. See `SlicedKVCache.swap_out` and `swap_in` for what callers may rely on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+
+from .backing import Growth
+from .errors import ConfigError, DriverError, OutOfPagesError, StateError
+from .growth import grow_now
+from .host_pool import HostPool, HostSpan
+from .reclaim import reclaim_slot
+from .requests import Requests
+from .rows import RowMover
+from .state import CacheState
+
+__all__ = ["SwapHandle", "Swapper"]
+
+
+class SwapHandle:
+    """A request that was swapped out. Made by `SlicedKVCache.swap_out`.
+
+    It holds host memory until it is swapped in, released, dropped, or its cache is closed. Thread-safe.
+
+    Attributes
+    ----------
+    seq_len : int
+        Tokens whose K and V it holds.
+    """
+
+    def __init__(self, seq_len: int, last_len: int, span: HostSpan, host: HostPool) -> None:
+        self.seq_len = seq_len
+        self._last_len = last_len
+        self._span = span
+        self._host = host
+        self._give_back = weakref.finalize(self, host.give_back, span)
+        self._give_back.atexit = False
+
+    def __repr__(self) -> str:
+        return f"SwapHandle(seq_len={self.seq_len}, {self.num_bytes} bytes{', released' if self.released else ''})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory, whole pages of the OS."""
+        return self._span.num_bytes
+
+    @property
+    def released(self) -> bool:
+        """True when it was swapped in or released: it holds nothing any more."""
+        return not self._give_back.alive
+
+    def release(self) -> None:
+        """Give the host memory back without bringing the request in. Never waits; the second call does nothing."""
+        self._give_back()
+
+
+class Swapper:
+    """Swap requests of one cache.
+
+    Parameters
+    ----------
+    state : CacheState
+    requests : Requests
+    mover : RowMover
+    """
+
+    def __init__(self, state: CacheState, requests: Requests, mover: RowMover) -> None:
+        self._state = state
+        self._requests = requests
+        self._mover = mover
+
+    def swap_out(self, slot: int) -> SwapHandle:
+        """Copy an active slot's rows out and make it idle; see `SlicedKVCache.swap_out`."""
+        state = self._state
+        with state.work("swap_out"):
+            with state.gate.lock:
+                state.slots.require_active(slot)
+                state.slots.set_leaving(slot, True)  # who frees it now, and gets it anew, must not lose it to us
+                seq_len, last_len = state.lengths.touched[slot], state.lengths.last(slot)
+            try:
+                return self._copy_and_end(slot, seq_len, last_len)
+            except BaseException:
+                with state.gate.lock:
+                    state.slots.set_leaving(slot, False)
+                raise
+
+    def _copy_and_end(self, slot: int, seq_len: int, last_len: int) -> SwapHandle:
+        """Queue the copy of a leaving slot's rows and make it idle behind that."""
+        state = self._state
+        (span,) = state.host.take([self._mover.num_bytes(seq_len)])
+        handle = SwapHandle(seq_len, last_len, span, state.host)
+        try:
+            fence = self._mover.copy_out([(slot, span, seq_len)])
+        except BaseException:
+            handle.release()
+            raise
+        self._requests.leave(slot, fence)
+        with state.gate.lock:
+            state.counters.swaps_out += 1
+        return handle
+
+    def swap_in(self, handle: SwapHandle) -> int | None:
+        """Bring a request into an idle slot; see `SlicedKVCache.swap_in`."""
+        if not isinstance(handle, SwapHandle) or handle._host is not self._state.host:
+            raise ConfigError(f"handle is {handle!r}; it must be what swap_out of the same cache returned")
+        state = self._state
+        with state.work("swap_in"):
+            if handle.released:
+                raise StateError(f"{handle!r} was swapped in or released already; it holds no rows")
+            pages = state.layout.pages_for(handle.seq_len)
+            free_before = state.pool.free_pages
+            slot = self._requests.begin(handle.seq_len, told=False)
+            before = state.backing.mapped(slot)
+            try:
+                self._grow(slot, pages - before)
+                self._mover.copy_in([(slot, handle._span, handle.seq_len)])
+            except BaseException as error:
+                self._take_back(slot, before, free_before)
+                if isinstance(error, OutOfPagesError):
+                    return None
+                raise
+            with state.gate.lock:
+                state.lengths.start(slot, handle.seq_len, handle._last_len)
+                state.counters.swaps_in += 1
+                state.note_mapped(slot)
+            handle.release()
+        return slot
+
+    def _grow(self, slot: int, missing: int) -> None:
+        """Map what a slot lacks, without taking its own pages back for it."""
+        state = self._state
+        if missing <= 0:
+            return
+        with state.gate.lock:
+            state.claims = {slot: state.backing.mapped(slot) + missing}
+        try:
+            grow_now(state, (Growth(slot, missing),))
+        finally:
+            state.claims = {}
+
+    def _take_back(self, slot: int, pages: int, free_before: int) -> None:
+        """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""
+        state = self._state
+        self._requests.undo_begin(slot)
+        if state.backing.mapped(slot) <= pages:
+            return
+        with suppress(DriverError, StateError):
+            reclaim_slot(state, slot, wait=True, keep_pages=pages)
+            state.pool.trim(free_before)

@@ -1,0 +1,104 @@
+"""What may be taken back when memory is short, in which order, and what can be had in all.
+
+The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
+and the slot that would be handed out next last. Then comes what other caches of the same pool hold beyond their
+`min_share`, idle slots before margin. Taking it is the business of `reclaim`. Everything is called with the gate's lock
+held.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from .state import CacheState
+
+__all__ = [
+    "Candidates",
+    "available_pages",
+    "candidates",
+    "freed_pages",
+    "has_room",
+    "next_slot",
+    "obtainable_pages",
+    "takeable",
+    "victims",
+]
+
+
+class Victim(NamedTuple):
+    """A slot, the pages per plane that can be taken from it, and those of them that become free.
+
+    They become free when all victims before are taken too; what slots share becomes free with the last of them.
+    """
+
+    slot: int
+    pages: int
+    freed: int
+
+
+Candidates: TypeAlias = list[tuple[CacheState, list[Victim]]]
+
+
+def next_slot(state: CacheState) -> int | None:
+    """The slot best fit would hand out next for a short request."""
+    return state.slots.best_fit(1, state.reusable_pages)
+
+
+def victims(state: CacheState) -> list[Victim]:
+    """Everything that may be taken back, first things first."""
+    coming = next_slot(state)
+    ranked: list[tuple[tuple[int, int], int, int]] = []
+    for slot in state.slots.active | state.slots.idle:
+        idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
+        rank = 0 if state.slots.is_active(slot) else idle_rank
+        if pages := state.spare_pages(slot):
+            ranked.append(((rank, -pages), slot, pages))
+    release = state.backing.shared.release()
+    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in sorted(ranked)]
+
+
+def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:
+    """`victims` down to the cache's share; idle slots first, unless it is for the cache's `own` sake."""
+    backing = state.backing
+    beyond = max(0, backing.staying_pages - state.min_share_pages) // state.layout.num_planes
+    release, found = backing.shared.release(), []
+    for slot, pages, _ in sorted(victims(state), key=lambda victim: not own and state.slots.is_active(victim.slot)):
+        whole, freed = release.drop(slot, pages, beyond)
+        if whole:
+            found.append(Victim(slot, whole, freed))
+            beyond -= freed
+    return found
+
+
+def freed_pages(state: CacheState, found: list[Victim]) -> int:
+    """Pages over all planes that become free."""
+    return sum(victim.freed for victim in found) * state.layout.num_planes
+
+
+def candidates(state: CacheState) -> Candidates:
+    """What one cache may take: of its own, then of the others on its pool."""
+    others = state.pool.shares.others(state)
+    return [(state, victims(state)), *((other, takeable(other)) for other in others)]
+
+
+def obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
+    """Pages that can be had without unmapping anything, beside what other caches were promised."""
+    pool = state.pool
+    unpromised = pool.free_pages - pool.shares.promised(besides=state)
+    return unpromised + (pool.creatable_pages if creatable is None else creatable)
+
+
+def available_pages(state: CacheState) -> int:
+    """Pages over all planes that can be had: free, creatable, and whatever may be taken back."""
+    return max(0, obtainable_pages(state) + sum(freed_pages(*found) for found in candidates(state)))
+
+
+def has_room(state: CacheState, pages: int) -> bool:
+    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for.
+
+    Never while the cache is paused.
+    """
+    if state.paused or not state.slots.idle:
+        return False
+    asked = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
+    return (pages + asked) * state.layout.num_planes <= available_pages(state)
