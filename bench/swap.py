@@ -141,7 +141,7 @@ def pauses(device: Device, num_bytes: int, repeats: int) -> Iterator[Row]:
 def measure(device: Device, quick: bool) -> Iterator[Row]:
     """All rows."""
     num_bytes = (256 if quick or not device.is_cuda else 2048) << 20
-    repeats = 3 if quick else 7
+    repeats = 3 if quick else 5
     for layout in LAYOUTS:
         progress(f"swap: {layout}")
         yield from swaps(device, num_bytes, layout, repeats)
