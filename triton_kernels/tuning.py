@@ -101,11 +101,14 @@ def choose_splits(lanes: int, blocks: int, tiles: int, places: int, *, uneven: b
     places : int
         Programs the GPU runs at once.
     uneven : bool
-        Whether requests may differ much in tiles, so that rounds of whole ones last as long as the longest.
+        Whether requests may differ much in tiles, so that rounds of whole ones last as long as the longest. Parts of
+        several such requests differ too, in how often they start on one: there are twice as many as places.
     """
     splits = min(places // max(1, blocks), lanes * tiles)
     if splits < 2:
         return 1
+    if uneven and lanes >= 2 * splits:
+        return 2 * splits
     whole = -(-lanes * blocks // places) * (tiles + _STARTUP_TILES)
     parts = -(-lanes * tiles // splits) + _STARTUP_TILES * (1 + lanes / splits) + _REDUCTION_TILES
     return splits if parts < whole or (uneven and lanes > 1) else 1

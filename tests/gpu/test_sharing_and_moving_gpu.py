@@ -102,11 +102,13 @@ def test_sharers_leave_the_device_and_come_back(make_cache: MakeCache, layout: s
     assert cache.step({source: 9000})
     fill(cache, source, 0, 9000, 1.0)
     reqids = [source, *cache.fork(source, 2)]
-    free = torch.cuda.mem_get_info()[0]
-    given = cache.pause(offload=True)
-    assert cache.stats().created_bytes == 0
-    assert torch.cuda.mem_get_info()[0] - free >= given * 9 // 10
-    cache.resume()
-    assert (cache.stats().saved_bytes, cache.stats().used_bytes) == (0, 3 * 9000 * cache.layout.token_bytes)
-    for reqid in reqids:
-        assert holds(cache, reqid, 0, 9000, 1.0)
+    for turn in range(2):
+        free = torch.cuda.mem_get_info()[0]
+        given = cache.pause(offload=True)
+        assert cache.stats().created_bytes == 0
+        if turn:  # the first time the driver takes some for what is pinned
+            assert torch.cuda.mem_get_info()[0] - free >= given * 9 // 10
+        cache.resume()
+        assert (cache.stats().saved_bytes, cache.stats().used_bytes) == (0, 3 * 9000 * cache.layout.token_bytes)
+        for reqid in reqids:
+            assert holds(cache, reqid, 0, 9000, 1.0)

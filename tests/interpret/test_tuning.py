@@ -33,16 +33,17 @@ def test_parts_fill_the_gpu_in_one_round(lanes: int, blocks: int, tiles: int) ->
 def test_requests_that_may_differ_are_split_even_if_they_fill_the_gpu() -> None:
     assert choose_splits(16, 8, 256, 132, uneven=True) == 16
     assert choose_splits(1, 8, 1, 132, uneven=True) == 1
+    assert choose_splits(32, 8, 256, 132, uneven=True) == 32, "two requests a part and more: twice as many parts"
 
 
-def test_parts_are_never_more_than_tiles_nor_than_places() -> None:
+def test_parts_are_never_more_than_tiles_nor_than_twice_the_places() -> None:
     for lanes in (1, 7, 100, 5000):
         for blocks in (1, 4, 40, 200):
             for tiles in (1, 2, 63, 1000, 10**5):
                 for uneven in (False, True):
                     splits = choose_splits(lanes, blocks, tiles, 264, uneven=uneven)
                     assert 1 <= splits <= lanes * tiles
-                    assert splits == 1 or splits * blocks <= 264
+                    assert splits == 1 or splits * blocks <= (528 if uneven else 264)
 
 
 def test_few_tokens_get_small_tiles() -> None:
