@@ -40,7 +40,7 @@ def make_cache(cuda_device: str) -> Iterator[MakeCache]:
 
 @lru_cache
 def settle(device: str) -> None:
-    """Do once what the tests do: kernels that load and memory that is pinned for the first time cost the device some."""
+    """Do once what the tests do: kernels and pinned memory cost the device some the first time."""
     with SlicedKVCache(**SHAPE, device=device, memory_limit=4 * GIB) as cache:
         reqid = cache.alloc_reqid()
         assert cache.step({reqid: 16384})
