@@ -11,7 +11,7 @@ does so behind its own fence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .backing import Alias, Growth
 from .checks import check_int
@@ -91,6 +91,40 @@ class PrefixSharing(Facade):
         """
         self._enter()
         return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
+
+    def shareable_pages(self, reqid: int, num_tokens: int) -> int:
+        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would map a second time, not create.
+
+        Raises
+        ------
+        ConfigError, StateError
+            An argument is out of range; the cache is closed.
+        """
+        self._check_open()
+        reqid, num_tokens = self._check_reqid(reqid), check_int("num_tokens", num_tokens, 0, self.layout.max_seq_len)
+        with self._state.gate.lock:
+            segments = self._state.backing.first_segments(reqid, self.layout.whole_pages(num_tokens))
+        return segments.pages * self.layout.num_planes
+
+    def freeable_pages(self, reqids: Iterable[int]) -> int:
+        """Pages over all planes by which `pages_available()` would grow if all these requests ended.
+
+        What other requests share stays, and what the requests have mapped ahead is available already. One that is not
+        active counts nothing.
+
+        Raises
+        ------
+        ConfigError, StateError
+            A reqid is out of range; the cache is closed.
+        """
+        self._check_open()
+        slots = {self._check_reqid(reqid) for reqid in reqids}
+        state = self._state
+        with state.gate.lock:
+            active, shared = slots & state.slots.active, state.backing.shared
+            pages = sum(state.backing.mapped(slot) - state.spare_pages(slot) for slot in active)
+            aliases = shared.alias_pages_of(active | state.slots.idle) - shared.alias_pages_of(state.slots.idle)
+        return pages * self.layout.num_planes - aliases
 
 
 class Sharer:
