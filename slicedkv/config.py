@@ -33,7 +33,9 @@ _UNITS = {"": 1, **{f"{p}{'i' * b}B": (1024 if b else 1000) ** e for e, p in enu
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction: float) -> int:
+def parse_memory_limit(
+    limit: MemoryLimit, *, free_bytes: int, default_fraction: float, name: str = "memory_limit"
+) -> int:
     """Turn a memory limit into bytes.
 
     Parameters
@@ -44,6 +46,8 @@ def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction:
     free_bytes : int
         Physical memory free on the device now.
     default_fraction : float
+    name : str
+        What the limit is called in errors.
 
     Raises
     ------
@@ -53,14 +57,14 @@ def parse_memory_limit(limit: MemoryLimit, *, free_bytes: int, default_fraction:
     fraction = default_fraction if limit is None else limit
     if isinstance(fraction, float):
         if not 0 < fraction <= 1:
-            raise ConfigError(f"memory_limit is {limit!r}; as a fraction of free memory it must be in (0, 1]")
+            raise ConfigError(f"{name} is {limit!r}; as a fraction it must be in (0, 1]")
         return int(free_bytes * fraction)
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)
         if match is None or match[2] not in _UNITS:
-            raise ConfigError(f"memory_limit is {limit!r}; write it like '40GiB', '500MB' or as a number of bytes")
-        return check_int("memory_limit", int(float(match[1]) * _UNITS[match[2]]), 1)
-    return check_int("memory_limit", limit, 1)
+            raise ConfigError(f"{name} is {limit!r}; write it like '40GiB', '500MB' or as a number of bytes")
+        return check_int(name, int(float(match[1]) * _UNITS[match[2]]), 1)
+    return check_int(name, limit, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
