@@ -5,9 +5,9 @@ To report a new one, give it a module with `FIGURES` (and `PLOTS`) and name it b
 
 from __future__ import annotations
 
-from reporting import attention, footprint, mapper, page_size, serving
+from reporting import attention, footprint, mapper, page_size, serving, sharing
 
 __all__ = ["FIGURES", "PLOTS"]
 
-FIGURES = (*mapper.FIGURES, *attention.FIGURES, *footprint.FIGURES, *serving.FIGURES)
+FIGURES = (*mapper.FIGURES, *attention.FIGURES, *footprint.FIGURES, *serving.FIGURES, *sharing.FIGURES)
 PLOTS = (*attention.PLOTS, *footprint.PLOTS, *page_size.PLOTS, *serving.PLOTS)
