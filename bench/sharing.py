@@ -1,10 +1,12 @@
-"""What does sharing a prefix cost, and what does it save? Time of a hit and of a fork, memory of many sharers.
+"""What does sharing a prefix cost, and what does it save? Time of a hit and of a fork, memory of many sharers, and on a
+GPU the time to the first token of an engine that has a prefix already.
 
     python bench/sharing.py [--device cuda] [--quick]
 
 A hit is `share_prefix` into an empty slot, `done` the moment when its copy of the last rows is over; handles for those
 rows are ready in the pool, but for the first. On the host the model has 4 layers, so that the memory is real there too.
-What requests would hold without sharing is arithmetic; how many of them fit is counted by mapping them.
+What requests would hold without sharing is arithmetic; how many of them fit is counted by mapping them. First tokens
+are those of eight layers of Llama-3-8B with random weights: the whole model takes about four times as long.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from common import parser, percentiles, progress, show, write_result
 from spin import SHAPES, Device
 
 from slicedkv import SlicedKVCache
+from slicedkv.engine import Engine, SamplingParams
+from slicedkv.engine.prefix_index import PrefixIndex
 
 Row = dict[str, Any]
 SHARERS = 64
@@ -136,8 +140,90 @@ def memory(setting: Setting, extent_pages: int) -> Row:
     )
 
 
+def lookup(setting: Setting, tokens: int) -> Row:
+    """Time to find a prompt's prefix in an index of 64 requests that have it."""
+    with setting.open(1, 64, 1) as cache:
+        run_tokens = cache.layout.tokens_per_page
+    source = torch.Generator().manual_seed(tokens)
+    prompt = torch.randint(0, 128_000, (tokens,), generator=source).tolist()
+    index = PrefixIndex(run_tokens)
+    for slot in range(SHARERS):
+        index.extend(slot, [*prompt, *[slot] * run_tokens])
+    copy, taken = list(map(int, map(str, prompt))), []  # numbers of its own, as a prompt from elsewhere has
+    for _ in range(setting.repeats):
+        begun = time.perf_counter()
+        match = index.match(copy)
+        taken.append((time.perf_counter() - begun) * 1e6)
+    if len(match.slots) != SHARERS:
+        raise SystemExit("the index did not find what it holds")
+    return setting.row("lookup", 1, tokens, requests=SHARERS, run_tokens=run_tokens, us_p50=median(taken))
+
+
+def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Serve one token of a prompt; return milliseconds since it was submitted, and how many tokens were there."""
+    begun = time.perf_counter()
+    request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.run()
+    return (time.perf_counter() - begun) * 1e3, request.num_cached_tokens
+
+
+def first_tokens(engine: Engine, vocabulary: int, tokens: int, repeats: int) -> Row:
+    """Time to the first token of a prompt whose first `tokens` tokens are unknown, or shared with another prompt's, and
+    of the next turn after that prompt, which goes on in its slot. Each has two pages more to compute.
+    """
+    source, rest = torch.Generator().manual_seed(tokens), 2 * engine.cache.layout.tokens_per_page + 10
+
+    def more(prompt: list[int], count: int) -> list[int]:
+        return prompt + torch.randint(3, vocabulary, (count,), generator=source).tolist()
+
+    taken: dict[str, list[float]] = {"miss": [], "hit": [], "next_turn": []}
+    cached: dict[str, int] = {}
+    for _ in range(repeats):
+        engine.reset_prefix_cache()
+        prefix = more([], tokens)
+        talk = more(prefix, rest)
+        for name, prompt in (("miss", more(prefix, rest)), ("hit", talk), ("next_turn", more(talk, rest))):
+            ms, cached[name] = first_token(engine, prompt)
+            taken[name].append(ms)
+    miss, hit, next_turn = (median(values) for values in taken.values())
+    return {
+        "tokens": tokens,
+        "computed_tokens": rest,
+        "hit_cached_tokens": cached["hit"],
+        "next_turn_cached_tokens": cached["next_turn"],
+        "miss_ms": miss,
+        "hit_ms": hit,
+        "next_turn_ms": next_turn,
+        "miss_over_hit": miss / hit,
+    }
+
+
+def engine_rows(setting: Setting) -> Iterator[Row]:
+    """First tokens of eight layers of Llama-3-8B, with prefixes of all lengths."""
+    from engine_step import LAYERS, model
+
+    longest = setting.lengths[-1] + 2048
+    options: dict[str, Any] = {
+        "max_batch_size": 8,
+        "max_seq_len": longest,
+        "memory_limit": 24 << 30,
+        "max_tokens_per_step": 8192,
+    }
+    with Engine(served := model(), prefix_cache=1.0, **options) as engine:
+        layout = engine.cache.layout
+        shape = {"layers": LAYERS, "kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
+        about = {"measure": "first_token", **shape, "backend": engine.backend.name}
+        first_tokens(engine, served.config.vocab_size, 8192, 2)  # kernels are compiled and loaded here
+        for tokens in setting.lengths:
+            progress(f"first token: prefix of {tokens} tokens")
+            yield {**about, **first_tokens(engine, served.config.vocab_size, tokens, 3)}
+
+
 def measure(setting: Setting) -> Iterator[Row]:
     """All rows, with single pages and with extents."""
+    for tokens in setting.lengths:
+        progress(f"lookup: {tokens} tokens")
+        yield lookup(setting, tokens)
     for extent_pages in (1, 16):
         for tokens in setting.lengths:
             progress(f"hits: {tokens} tokens, extents of {extent_pages} pages")
@@ -147,6 +233,8 @@ def measure(setting: Setting) -> Iterator[Row]:
             yield forks(setting, extent_pages, count)
         progress(f"memory: {SHARERS} requests, extents of {extent_pages} pages")
         yield memory(setting, extent_pages)
+    if setting.device.is_cuda:
+        yield from engine_rows(setting)
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def parse_memory_limit(
     fraction = default_fraction if limit is None else limit
     if isinstance(fraction, float):
         if not 0 < fraction <= 1:
-            raise ConfigError(f"{name} is {limit!r}; as a fraction of free memory it must be in (0, 1]")
+            raise ConfigError(f"{name} is {limit!r}; as a fraction it must be in (0, 1]")
         return int(free_bytes * fraction)
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)

@@ -31,6 +31,18 @@ class Facade(Closeable):
         """The pool of handles, to be shared with another cache."""
         return self._state.pool
 
+    def is_active(self, reqid: int) -> bool:
+        """True while a request has this slot: from `alloc_reqid` to `free_reqid`, unless a failing driver lost it.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `reqid` is out of range; the cache is closed.
+        """
+        self._check_open()
+        with self._state.gate.lock:
+            return self._state.slots.is_active(self._check_reqid(reqid))
+
     def _enter(self) -> None:
         """Begin a call that changes something: raise what went wrong in the background since the last one."""
         self._check_open()

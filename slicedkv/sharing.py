@@ -11,7 +11,7 @@ does so behind its own fence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .backing import Alias, Growth
 from .checks import check_int
@@ -23,6 +23,7 @@ from .mapper import Mapper
 from .reclaim import reclaim_slot, require_room
 from .requests import Requests
 from .state import CacheState
+from .victims import freeable_pages
 
 __all__ = ["PrefixSharing", "Sharer"]
 
@@ -91,6 +92,36 @@ class PrefixSharing(Facade):
         """
         self._enter()
         return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
+
+    def shareable_pages(self, reqid: int, num_tokens: int) -> int:
+        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would map a second time, not create.
+
+        Raises
+        ------
+        ConfigError, StateError
+            An argument is out of range; the cache is closed.
+        """
+        self._check_open()
+        reqid, num_tokens = self._check_reqid(reqid), check_int("num_tokens", num_tokens, 0, self.layout.max_seq_len)
+        with self._state.gate.lock:
+            segments = self._state.backing.first_segments(reqid, self.layout.whole_pages(num_tokens))
+        return segments.pages * self.layout.num_planes
+
+    def freeable_pages(self, reqids: Iterable[int]) -> int:
+        """Pages over all planes by which `pages_available()` would grow if all these requests ended.
+
+        What other requests share stays, and what the requests have mapped ahead is available already. One that is not
+        active counts nothing.
+
+        Raises
+        ------
+        ConfigError, StateError
+            A reqid is out of range; the cache is closed.
+        """
+        self._check_open()
+        slots = {self._check_reqid(reqid) for reqid in reqids}
+        with self._state.gate.lock:
+            return freeable_pages(self._state, slots & self._state.slots.active)
 
 
 class Sharer:

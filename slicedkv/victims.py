@@ -8,6 +8,7 @@ held.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple, TypeAlias
 
 from .state import CacheState
@@ -16,6 +17,7 @@ __all__ = [
     "Candidates",
     "available_pages",
     "candidates",
+    "freeable_pages",
     "freed_pages",
     "has_room",
     "next_slot",
@@ -73,6 +75,18 @@ def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:
 def freed_pages(state: CacheState, found: list[Victim]) -> int:
     """Pages over all planes that become free."""
     return sum(victim.freed for victim in found) * state.layout.num_planes
+
+
+def freeable_pages(state: CacheState, active: Set[int]) -> int:
+    """Pages over all planes by which what can be had would grow if some active slots became idle."""
+
+    def freed(ending: Set[int]) -> int:
+        release = state.backing.shared.release()
+        slots = state.slots.active | state.slots.idle
+        pages = {slot: state.backing.mapped(slot) if slot in ending else state.spare_pages(slot) for slot in slots}
+        return sum(release.drop(slot, count)[1] for slot, count in pages.items())
+
+    return (freed(active) - freed(frozenset())) * state.layout.num_planes
 
 
 def candidates(state: CacheState) -> Candidates:

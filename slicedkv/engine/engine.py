@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..attention import AttentionBackend, open_backend
 from ..cache import SlicedKVCache
 from ..checks import check_int
+from ..config import MemoryLimit
 from ..errors import ConfigError, StateError
-from ..integrations.transformers import attention_scale, cache_for_model, decoder_config
+from ..integrations.transformers import attention_scale, decoder_config
+from .opening import check_prefix_cache, eos_ids, open_admission, open_cache
 from .preemption import PreemptionKind
 from .record import EngineStep, Event
 from .request import Request, SamplingParams
@@ -50,6 +52,10 @@ class Engine:
         padded number of requests. By default where backend and model allow it.
     preemption : {"recompute", "swap", "auto"}
         How a request gives its slot to older ones: computed again, swapped to host memory, or the faster as measured.
+    prefix_cache : int, float or str, optional
+        Requests share the K and V of the tokens they begin with, and finished ones leave theirs to those that come:
+        at most so many bytes, "4GiB", or this fraction of the cache's memory limit, given up when memory or slots are
+        short. By default nothing is shared.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
     **cache_kwargs
@@ -77,6 +83,7 @@ class Engine:
         backend: str | AttentionBackend = "auto",
         cuda_graphs: bool | None = None,
         preemption: PreemptionKind = "recompute",
+        prefix_cache: MemoryLimit = None,
         on_step: Callable[[EngineStep], None] | None = None,
         **cache_kwargs: Any,
     ) -> None:
@@ -84,14 +91,18 @@ class Engine:
         self.on_step = on_step
         self.num_steps = 0
         self._num_requests = 0
-        self._eos_ids = _eos_ids(model)
+        self._eos_ids = eos_ids(model)
         self._closed = False
+        check_prefix_cache(prefix_cache, cache)
         shape = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
-        self.cache: SlicedKVCache = _open_cache(model, cache, {**shape, **cache_kwargs})
+        self.cache: SlicedKVCache = open_cache(model, cache, {**shape, **cache_kwargs})
         try:
             slots = self.cache.layout.max_batch_size
             budget = max(512, slots) if max_tokens_per_step is None else max_tokens_per_step
-            self.scheduler = Scheduler(self.cache, max_tokens_per_step=budget, preemption=preemption)
+            admission = open_admission(self.cache, prefix_cache)
+            self.scheduler = Scheduler(
+                self.cache, max_tokens_per_step=budget, preemption=preemption, admission=admission
+            )
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
             if isinstance(backend, str):
                 backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
@@ -154,6 +165,7 @@ class Engine:
         """
         self._check_open()
         start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
+        cached = self.scheduler.admission.num_cached_tokens
         plan = self.scheduler.schedule()
         if plan is None:
             return []
@@ -170,6 +182,7 @@ class Engine:
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
+        held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
         self.scheduler.retire()
         if self.on_step:
             record = EngineStep(
@@ -179,10 +192,12 @@ class Engine:
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
                 num_tokens=plan.num_tokens,
+                num_cached_tokens=self.scheduler.admission.num_cached_tokens - cached,
                 num_preemptions=self.scheduler.num_preemptions - preemptions,
                 seq_lens=seq_lens,
                 used_bytes=sum(seq_lens) * self.cache.layout.token_bytes,
                 mapped_bytes=mapped_bytes,
+                held_bytes=held_bytes,
             )
             self.on_step(record)
         self.num_steps += 1
@@ -227,6 +242,11 @@ class Engine:
         """End a request now; its slot is free for others. Does nothing when it is finished."""
         self.scheduler.abort(request)
 
+    def reset_prefix_cache(self) -> None:
+        """Give up all prefixes of finished requests. Running ones still share theirs."""
+        self._check_open()
+        self.scheduler.admission.clear()
+
     def close(self) -> None:
         """Abort what is left, give the model its attention back and free all memory. The second call does nothing."""
         if self._closed:
@@ -250,25 +270,3 @@ class Engine:
             raise ConfigError("the prompt is a string; pass token ids, or open the engine with a tokenizer")
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         return ids
-
-
-def _open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dict[str, Any]) -> SlicedKVCache:
-    """Return the cache that was given, or open one; one of the two must be described, and only one."""
-    given = sorted(name for name, value in options.items() if value is not None)
-    if cache is not None:
-        if given:
-            raise ConfigError(f"a cache came with {', '.join(given)}; the cache has its own, leave them out")
-        return cache
-    missing = [name for name in ("max_batch_size", "max_seq_len") if name not in given]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)} missing; give both, or a cache")
-    return cache_for_model(model, **options)
-
-
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The model's end-of-text tokens, which configs give as a number, a list or not at all."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-    return ()

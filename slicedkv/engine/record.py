@@ -34,14 +34,18 @@ class EngineStep:
         Requests after it.
     num_tokens : int
         Packed tokens it computed.
+    num_cached_tokens : int
+        Tokens that requests which got a slot in it need not compute: they begin with what others have computed.
     num_preemptions : int
         Requests that lost their slot in it.
     seq_lens : tuple of int
         Lengths of the requests in the cache at its widest moment, before finished ones were freed.
     used_bytes : int
-        What the rows of these lengths take, over all layers.
+        What the rows of these lengths take, over all layers; what requests share counts for each of them.
     mapped_bytes : int
         Physical memory mapped then, idle slots included.
+    held_bytes : int
+        How much of it only the prefixes of finished requests kept from others, before those of this step.
     """
 
     index: int
@@ -50,7 +54,9 @@ class EngineStep:
     num_running: int
     num_waiting: int
     num_tokens: int
+    num_cached_tokens: int
     num_preemptions: int
     seq_lens: tuple[int, ...]
     used_bytes: int
     mapped_bytes: int
+    held_bytes: int

@@ -91,6 +91,8 @@ class Request:
         Tokens whose K and V are in the cache or in host memory.
     swapped : SwapHandle or None
         The rows of these tokens while they wait in host memory.
+    num_cached_tokens : int
+        How many of them were there already when it last got a slot, from a prefix it shares with others.
     num_preemptions : int
         How often the slot was taken away.
     """
@@ -109,6 +111,7 @@ class Request:
         self.reqid: int | None = None
         self.num_computed = 0
         self.swapped: SwapHandle | None = None
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._generator: torch.Generator | None = None
@@ -152,7 +155,11 @@ class Request:
 
     def pending_ids(self, count: int) -> list[int]:
         """Return the next `count` tokens to compute."""
-        start, end, prompt = self.num_computed, self.num_computed + count, len(self.prompt_ids)
+        return self.token_ids(self.num_computed, self.num_computed + count)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return tokens ``[start, end)`` of prompt and output."""
+        prompt = len(self.prompt_ids)
         return self.prompt_ids[start:end] + self.output_ids[max(0, start - prompt) : max(0, end - prompt)]
 
     def accept(self, token: int) -> None:

@@ -5,7 +5,8 @@ Owns the queues and the slots of running requests; knows a cache's public interf
 Order of a step: one token for every decoding request, then chunks of prompts in order of arrival, then new requests
 while slots and memory last. Requests are admitted first come, first served; when memory runs short the youngest running
 one gives its pages back and returns to the head of the queue; what becomes of its rows, see `preemption`. The oldest is
-never preempted for a younger one, so it always gets on, and so does everybody in turn.
+never preempted for a younger one, so it always gets on, and so does everybody in turn. What is kept for requests to
+come is given up before anybody is preempted; see `prefix_cache`.
 """
 
 from __future__ import annotations
@@ -15,21 +16,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checks import check_int
-from ..errors import CapacityError, ConfigError, OutOfPagesError
+from ..errors import CapacityError, ConfigError, OutOfPagesError, OutOfSlotsError
+from .admission import Admission, AdmittingCache, slot_of
 from .preemption import PreemptionKind, Preemptor, SwappingCache
 from .request import FinishReason, Request, RequestState
 
 __all__ = ["Scheduler", "StepPlan"]
 
 
-class SchedulerCache(SwappingCache, Protocol):
+class SchedulerCache(AdmittingCache, SwappingCache, Protocol):
     """The part of `SlicedKVCache` that a scheduler uses; see there."""
 
-    def alloc_reqid(self, seq_len: int = 0) -> int: ...
     def step(self, seq_lens: dict[int, int]) -> bool: ...
-    def can_admit(self, seq_len: int) -> bool: ...
     def pages_needed(self, seq_lens: dict[int, int]) -> int: ...
-    def pages_available(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,17 @@ class Scheduler:
         Budget of packed tokens, at least the number of slots so that every decoding request has its token.
     preemption : {"recompute", "swap", "auto"}
         See `Preemptor`.
+    admission : Admission, optional
+        Over the same cache; by default one that shares nothing.
     """
 
     def __init__(
-        self, cache: SchedulerCache, *, max_tokens_per_step: int, preemption: PreemptionKind = "recompute"
+        self,
+        cache: SchedulerCache,
+        *,
+        max_tokens_per_step: int,
+        preemption: PreemptionKind = "recompute",
+        admission: Admission | None = None,
     ) -> None:
         slots = cache.layout.max_batch_size
         self._cache = cache
@@ -68,6 +74,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.preemptor = Preemptor(cache, preemption)
+        self.admission = Admission(cache) if admission is None else admission
         self._total_pages = cache.pages_available()
 
     @property
@@ -91,7 +98,7 @@ class Scheduler:
                 f"a prompt of {len(request.prompt_ids)} tokens and max_tokens {request.params.max_tokens} need "
                 f"{tokens} rows; max_seq_len is {layout.max_seq_len}"
             )
-        pages = self._pages(tokens)
+        pages = self.admission.pages(tokens)
         if pages > self._total_pages:
             raise CapacityError(
                 f"{tokens} tokens need {pages} pages of {layout.page_bytes} bytes and the cache has "
@@ -109,10 +116,11 @@ class Scheduler:
         OutOfPagesError
             Memory does not even suffice for one request alone: something else has taken it.
         """
+        self.retire()  # those that a failure of the driver left
         may_admit = True
         while not self.idle:
             plan = self._plan(may_admit)
-            if self._cache.step(self._seq_lens(plan)):
+            if self._back(plan):
                 return plan
             if len(self.running) == 1:
                 raise self._out_of_pages(plan)
@@ -125,6 +133,7 @@ class Scheduler:
         ready = []
         for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
             request.num_computed += q_len
+            self.admission.note_computed(request)
             if not request.num_pending:
                 ready.append(request)
         return ready
@@ -141,8 +150,12 @@ class Scheduler:
 
     def retire(self) -> None:
         """Free the slots of running requests that have finished."""
-        for request in [request for request in self.running if request.finished]:
-            self._release(request)
+        finished = [request for request in self.running if request.finished]
+        for request in finished:
+            self.admission.release(request)
+            self._leave(request)
+        if finished:
+            self.admission.trim()
 
     def _plan(self, may_admit: bool) -> StepPlan:
         budget = self.max_tokens_per_step
@@ -160,40 +173,62 @@ class Scheduler:
         requests, q_lens = zip(*chosen, strict=True)
         return StepPlan(requests, q_lens)
 
+    def _back(self, plan: StepPlan) -> bool:
+        """Have every row of a plan backed, at the cost of what is kept for requests to come; False: memory is short."""
+        seq_lens = self._seq_lens(plan)
+        while not self._cache.step(seq_lens):
+            if not self.admission.evict():
+                return False
+        return True
+
     def _can_admit(self, request: Request) -> bool:
         if not self.running:
             return True  # it fits alone, and `step`, which waits for a mapper at work, knows better than an estimate
-        tokens = _next_len(request)
-        if len(self.running) >= self._cache.layout.max_batch_size or not self._cache.can_admit(tokens):
+        if len(self.running) >= self._cache.layout.max_batch_size:
             return False
         # Prompts that are still being computed have been promised the pages they lack, too.
-        promised = self._cache.pages_needed({_slot(other): _next_len(other) for other in self.running})
-        return promised + self._pages(tokens) <= self._cache.pages_available()
+        promised = self._cache.pages_needed({slot_of(other): _next_len(other) for other in self.running})
+        return self.admission.can_admit(request, _next_len(request), promised, self.running)
 
     def _admit(self, request: Request) -> bool:
         """Give the head of the queue a slot; False when its rows are swapped out and memory is short for them."""
-        request.reqid = self.preemptor.bring_back(request)
-        if request.reqid is None:
+        reqid = self._bring_back(request)
+        if reqid is None:
             if request.swapped is not None and self.running:
                 return False
             self.preemptor.drop(request)  # alone, and still memory is short: `step` will say by how much
-            request.reqid = self._cache.alloc_reqid(request.num_tokens)
+            reqid = self.admission.admit(request)
+        request.reqid = reqid
         self.waiting.popleft()
         request.state = RequestState.RUNNING
         self.running.append(request)
+        self.admission.note_computed(request)  # what it brought with it can be shared
         return True
 
+    def _bring_back(self, request: Request) -> int | None:
+        """As `Preemptor.bring_back`, at the cost of what is kept for requests to come."""
+        while request.swapped is not None:
+            try:
+                reqid = self.preemptor.bring_back(request)
+            except OutOfSlotsError:
+                if not self.admission.evict():
+                    raise
+                continue
+            if reqid is not None:
+                request.num_cached_tokens = 0
+                return reqid
+            if not self.admission.evict():
+                break
+        return None
+
     def _preempt(self, request: Request) -> None:
-        self.preemptor.take_slot(request, _slot(request))
+        self.admission.forget(request)
+        self.preemptor.take_slot(request, slot_of(request))
         self._leave(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
-
-    def _release(self, request: Request) -> None:
-        self._cache.free_reqid(_slot(request))
-        self._leave(request)
 
     def _leave(self, request: Request) -> None:
         request.reqid = None
@@ -201,13 +236,10 @@ class Scheduler:
 
     def _seq_lens(self, plan: StepPlan) -> dict[int, int]:
         """Lengths of all running requests after the plan; one without tokens in this step keeps its length."""
-        seq_lens = {_slot(request): request.num_computed for request in self.running}
+        seq_lens = {slot_of(request): request.num_computed for request in self.running}
         for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
-            seq_lens[_slot(request)] += q_len
+            seq_lens[slot_of(request)] += q_len
         return seq_lens
-
-    def _pages(self, seq_len: int) -> int:
-        return self._cache.layout.pages_for(seq_len) * self._cache.layout.num_planes
 
     def _out_of_pages(self, plan: StepPlan) -> OutOfPagesError:
         needed, available = self._cache.pages_needed(self._seq_lens(plan)), self._cache.pages_available()
@@ -222,9 +254,3 @@ class Scheduler:
 def _next_len(request: Request) -> int:
     """Rows a request needs to generate one token and append it, if it may."""
     return min(request.num_tokens + 1, request.max_cached_tokens)
-
-
-def _slot(request: Request) -> int:
-    if request.reqid is None:
-        raise ConfigError(f"{request!r} holds no slot")
-    return request.reqid

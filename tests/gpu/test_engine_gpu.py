@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 
 import pytest
 import torch
+from greedy import MAX_TOKENS, check
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def model(cuda_device):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        initializer_range=0.03,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(5)
-    with torch.device(cuda_device):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def generate(model, ids, **cache):
@@ -50,42 +26,6 @@ def generate(model, ids, **cache):
         **cache,
     )
     return found[:, ids.shape[1] :].tolist()
-
-
-@pytest.fixture(scope="module")
-def exact(model):
-    """The model with the same weights in float32."""
-    return copy.deepcopy(model).float()
-
-
-def logits_after(model, prompt, tokens):
-    """Logits that each token was chosen from, the whole request computed at once."""
-    ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
-    with torch.inference_mode():
-        return model(ids, logits_to_keep=len(tokens)).logits[0].float()
-
-
-def check(model, exact, prompts, found):
-    """Every token must be the model's likeliest, or tie with it: no further below than rounding moves logits.
-
-    The model computes each request at once, the engine in pieces, so both round, each in its way. The standard
-    deviation of rounding is measured against exact logits; four roundings, two of each, stand between two logits here
-    and there, and a tie is allowed three standard deviations. Returns how many tokens tied.
-    """
-    exact_logits = [logits_after(exact, *one) for one in zip(prompts, found, strict=True)]
-    logits = [logits_after(model, *one) for one in zip(prompts, found, strict=True)]
-    rounding = float((torch.cat(logits) - torch.cat(exact_logits)).std())
-    limit, spread = 3 * 2 * rounding, float(torch.cat(exact_logits).std())
-    ties, worst = 0, 0.0
-    for rows, tokens in zip(logits, found, strict=True):
-        gaps = rows.max(dim=-1).values - rows[torch.arange(len(tokens)), tokens]
-        ties, worst = ties + int((gaps > 0).sum()), max(worst, float(gaps.max()))
-    total = sum(map(len, found))
-    print(f"{ties} of {total} tokens tie, the furthest by {worst:.3f} of {limit:.3f}; logits spread by {spread:.3f}")
-    assert total == len(prompts) * MAX_TOKENS
-    assert worst < limit < spread
-    assert ties <= total // 10
-    return ties
 
 
 def serve(engine, prompts):

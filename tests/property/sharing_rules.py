@@ -27,6 +27,7 @@ class SharingRules(RuleBasedStateMachine):
     pick: Callable[[int], Request]
     begin: Callable[..., Request]
     add: Callable[[int], Request]
+    free: Callable[[int], None]
 
     @precondition(lambda self: 0 < len(self.requests) < SLOTS)
     @rule(index=picks, num_tokens=st.integers(1, TOKENS), ahead=st.one_of(st.just(0), lengths))
@@ -41,7 +42,9 @@ class SharingRules(RuleBasedStateMachine):
             return
         needed = (layout.pages_for(num_tokens) - layout.whole_pages(num_tokens)) * layout.num_planes
         fits = needed <= self.cache.pages_available()
+        shareable, shared = self.cache.shareable_pages(source.reqid, num_tokens), self.cache.stats().pages_shared
         ok = self.call(self.cache.share_prefix, source.reqid, target.reqid, num_tokens)
+        assert self.cache.stats().pages_shared - shared == (shareable if ok else 0)
         if self.exact and not ahead and self.cache.pool.extent_pages == 1:
             assert ok == fits
         if ok:
@@ -66,6 +69,20 @@ class SharingRules(RuleBasedStateMachine):
             self.add(reqid).inherit(source, source.last)
         for _ in range(count - len(reqids)):  # as many requests, or the timing would change the example
             self.begin()
+
+    @precondition(lambda self: self.requests)
+    @rule(indices=st.sets(picks, min_size=1), others=st.sets(st.integers(0, SLOTS - 1)))
+    def free_several(self, indices: set[int], others: set[int]) -> None:
+        """Several requests end; how much memory that gives was said before."""
+        ending = {self.pick(index).reqid for index in indices}
+        idle = others - {request.reqid for request in self.requests}
+        pages, available = self.cache.freeable_pages(ending | idle), self.cache.pages_available()
+        for index in reversed(range(len(self.requests))):
+            if self.requests[index].reqid in ending:
+                self.free(index)
+        # Otherwise memory that came free may be behind those already that had asked for more.
+        if self.exact and not any(request.wanted > request.tokens for request in self.requests):
+            assert self.cache.pages_available() == available + pages
 
     def saved_bytes(self) -> int:
         """Bytes mapped behind active requests more than once, from the driver's own books."""

@@ -56,6 +56,7 @@ def _check_and_close(engine: Any) -> None:
         if engine.closed:
             return
         assert engine.idle
+        engine.reset_prefix_cache()
         assert engine.cache.stats().active_slots == 0
         engine.cache.check_integrity()
     finally:

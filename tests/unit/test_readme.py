@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import get_args
 
 import torch
 
@@ -52,15 +51,26 @@ def test_example_of_sharing_runs(capsys):
     assert int(capsys.readouterr().out) == (4 * 31 + 28) * 2 * (2 << 20)
 
 
+def page_tokens(kind: LayoutKind, model: str, gpus: int) -> float:
+    """Tokens in a page of 2 MiB; the first length that fills one agrees."""
+    layers, heads, dim = MODELS[model]
+    layout = KVLayout(kind, layers, heads // gpus, dim, 2, 1, 8192, 2 << 20)
+    tokens = layout.page_bytes / layout.row_bytes
+    assert next(n for n in range(1, 8192) if layout.whole_pages(n)) == math.ceil(tokens)
+    assert layout.tokens_per_page == math.floor(tokens)
+    return tokens
+
+
 def test_table_of_sharing_is_computed():
-    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\S+) " + r"\| ([\d.]+ / [\d.]+|-) " * 4 + r"\|$", TEXT, flags=re.MULTILINE)
     assert [model for model, *_ in rows] == list(MODELS)
     for model, *shown in rows:
-        layers, heads, dim = MODELS[model]
-        layouts = [KVLayout(kind, layers, heads, dim, 2, 1, 8192, 2 << 20) for kind in get_args(LayoutKind)]
-        assert shown == [f"{layout.page_bytes / layout.row_bytes:.1f}" for layout in layouts]
-        whole = [next(n for n in range(1, 8192) if layout.whole_pages(n)) for layout in layouts]
-        assert whole == [math.ceil(layout.page_bytes / layout.row_bytes) for layout in layouts]
+        for gpus, cell in zip((1, 2, 4, 8), shown, strict=True):
+            fits = MODELS[model][1] % gpus == 0
+            sizes = [page_tokens(kind, model, gpus) for kind in ("sliced", "interleaved")] if fits else []
+            assert cell == (" / ".join(f"{size:.1f}" for size in sizes) or "-"), (model, gpus)
+    per_layer = [page_tokens("per_layer", model, 1) for model in MODELS]
+    assert f"{min(per_layer):,.0f} to {max(per_layer):,.0f} tokens" in TEXT
 
 
 def test_table_is_what_plan_prints(capsys):

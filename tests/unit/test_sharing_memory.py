@@ -41,6 +41,29 @@ def test_what_idle_sharers_hold_is_available_once_or_not_at_all(rig: Rig) -> Non
     cache.close()
 
 
+def test_what_requests_would_free_is_known_before(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    cache.set_memory_limit(40 * cache.layout.page_bytes)
+    source = cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    assert cache.shareable_pages(source, SHARED) == 8
+    assert cache.shareable_pages(source, TOKENS - 1) == 0
+    first, second = cache.fork(source, 2)
+    assert [cache.freeable_pages([reqid]) for reqid in (source, first, second)] == [2, 2, 2]
+    assert cache.freeable_pages([source, first]) == 4
+    assert cache.freeable_pages([source, first, second, second]) == 14
+    available = cache.pages_available()
+    cache.free_reqid(first)
+    assert not cache.is_active(first)
+    assert cache.is_active(second)
+    assert cache.pages_available() == available + 2
+    assert cache.freeable_pages([first]) == 0, "it is over"
+    assert cache.freeable_pages([source, second]) == 12
+    cache.prefetch(source, SHARED + 3 * TOKENS)
+    assert cache.freeable_pages([source]) == 8, "what was asked for is the request's own"
+    cache.close()
+
+
 def test_memory_is_taken_from_idle_sharers_but_not_from_active_ones(rig: Rig) -> None:
     cache = rig.open(**QUIET)
     cache.set_memory_limit(12 * cache.layout.page_bytes)

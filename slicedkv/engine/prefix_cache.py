@@ -1,0 +1,253 @@
+"""`PrefixCache`: requests begin with what others have computed. Running ones share it, finished ones leave it behind.
+
+A finished request's rows stay in its slot, which is *held*, as long as nobody needs the slot or the memory and the
+limit is not passed; the one used least recently goes first. A newcomer that continues a held request takes over slot
+and rows; any other shares the pages of the longest beginning it has in common with a running or held one. Held slots
+take slots from nobody: they are given up for a newcomer, and before a running request is preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ..errors import OutOfSlotsError, SlicedKVError
+from .admission import Admission, AdmittingCache, slot_of
+from .prefix_index import PrefixIndex
+from .request import Request
+
+__all__ = ["PrefixCache", "SharingCache"]
+
+
+@runtime_checkable
+class SharingCache(AdmittingCache, Protocol):
+    """The part of `SlicedKVCache` that a prefix cache uses; see there."""
+
+    def is_active(self, reqid: int) -> bool: ...
+    def step(self, seq_lens: dict[int, int]) -> bool: ...
+    def prefetch(self, reqid: int, seq_len: int) -> None: ...
+    def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool: ...
+    def shareable_pages(self, reqid: int, num_tokens: int) -> int: ...
+    def freeable_pages(self, reqids: Iterable[int]) -> int: ...
+
+
+class _Hit(NamedTuple):
+    """A slot that has the first `length` tokens of a request."""
+
+    slot: int
+    length: int
+
+
+class PrefixCache(Admission):
+    """Admission of requests that share prefixes. Not thread-safe.
+
+    Parameters
+    ----------
+    cache : SharingCache
+    limit_bytes : int
+        Most memory that held slots may keep from others.
+    """
+
+    _cache: SharingCache
+
+    def __init__(self, cache: SharingCache, limit_bytes: int) -> None:
+        super().__init__(cache)
+        self._limit_pages = limit_bytes // cache.layout.page_bytes
+        self._index = PrefixIndex(cache.layout.tokens_per_page)
+        self._held: dict[int, None] = {}  # held slots, the least recently used first
+
+    @property
+    def held_slots(self) -> tuple[int, ...]:
+        """Held slots, the least recently used first."""
+        return tuple(self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that only held slots keep from others; what running requests share with them is not counted."""
+        return self._cache.freeable_pages(self._held) * self._cache.layout.page_bytes
+
+    def can_admit(self, request: Request, seq_len: int, promised: int, running: Sequence[Request]) -> bool:
+        """As `Admission.can_admit`; held memory and slots count as free, and what is shared as there.
+
+        False too while a running request computes more of what this one begins with: a little later it is there.
+        """
+        swapped = request.num_computed > 0  # it brings its own rows with it
+        hit = None if swapped else self._find(request)
+        if not swapped and self._is_coming(request, 0 if hit is None else hit.length, running):
+            return False
+        if not self._held and not self._cache.can_admit(0):
+            return False
+        missing = promised + self.pages(seq_len) - self._cache.pages_available()
+        if missing <= 0:
+            return True
+        # Given up after it was shared, the source itself leaves what the request does not have of it.
+        if missing <= self._cache.freeable_pages(self._held):
+            return True
+        others = [slot for slot in self._held if slot != hit.slot] if hit else []
+        return hit is not None and missing - self._cache.shareable_pages(*hit) <= self._cache.freeable_pages(others)
+
+    def admit(self, request: Request) -> int:
+        """As `Admission.admit`; held slots are given up when there is no other, or memory for a copy is short."""
+        hit = self._find(request)
+        reqid = None if hit is None else self._attach(hit, request)
+        if hit is None or reqid is None:
+            request.num_cached_tokens = 0
+            return self._alloc(request.num_tokens)
+        try:
+            self._cache.prefetch(reqid, request.num_tokens)
+        except BaseException:
+            self._index.remove(reqid)
+            self._free(reqid)
+            raise
+        self._index.extend(reqid, request.token_ids(self._index.length(reqid), hit.length))
+        request.num_computed = request.num_cached_tokens = hit.length
+        self.num_cached_tokens += hit.length
+        return reqid
+
+    def note_computed(self, request: Request) -> None:
+        """As `Admission.note_computed`: whole runs of them can be shared from now on."""
+        slot, run = slot_of(request), self._index.run_tokens
+        start = self._index.length(slot)
+        if request.num_computed >= start + run:
+            self._index.extend(slot, request.token_ids(start, request.num_computed))
+
+    def forget(self, request: Request) -> None:
+        """As `Admission.forget`: nobody can share what it computed."""
+        self._index.remove(slot_of(request))
+
+    def release(self, request: Request) -> None:
+        """As `Admission.release`, or hold the slot."""
+        slot = slot_of(request)
+        if self._is_worth_holding(request):
+            for covered in self._index.covered(slot) & self._held.keys():
+                self._give_up(covered)
+            self._held[slot] = None
+        else:
+            self._cache.free_reqid(slot)
+            self._index.remove(slot)
+
+    def trim(self) -> None:
+        """As `Admission.trim`; the held slots used least recently go first."""
+        while self._cache.freeable_pages(self._held) > self._limit_pages and self.evict():
+            pass
+
+    def evict(self, keep: int | None = None) -> bool:
+        """Give up the held slot that was used least recently, `keep` aside; False when there is none."""
+        slot = next((slot for slot in self._held if slot != keep), None)
+        if slot is not None:
+            self._give_up(slot)
+        return slot is not None
+
+    # --- beginning with what is there -------------------------------------------------------------------------------
+
+    def _find(self, request: Request) -> _Hit | None:
+        """The best slot to begin with: of those that have most, one to take over, else a running one."""
+        # The last token is always computed: the next one is chosen from its logits.
+        length, slots = self._index.match(request.token_ids(0, request.num_tokens - 1))
+        if not slots:
+            return None
+        takeable = (slot for slot in slots if self._is_whole(_Hit(slot, length)))
+        recent = (slot for slot in reversed(self._held) if slot in slots)
+        return _Hit(next(chain(takeable, slots - self._held.keys(), recent)), length)
+
+    def _is_whole(self, hit: _Hit) -> bool:
+        """True when a held slot has nothing beside the hit that could be shared, so taking it over costs nothing."""
+        return hit.slot in self._held and self._index.length(hit.slot) == hit.length
+
+    def _is_coming(self, request: Request, length: int, running: Sequence[Request]) -> bool:
+        """True when a running request is about to compute the run behind the first `length` tokens of this one."""
+        end = length + self._index.run_tokens
+        if end >= request.num_tokens:
+            return False
+        return any(
+            other.num_pending > 1
+            and self._index.length(slot_of(other)) == length
+            and other.token_ids(0, end) == request.token_ids(0, end)
+            for other in running
+        )
+
+    def _attach(self, hit: _Hit, request: Request) -> int | None:
+        """Return a slot with the rows of a hit, the one that has them or one that shares them; None: there is none."""
+        if self._is_whole(hit):
+            return self._take_over(hit)
+        reqid = self._alloc(0, keep=hit.slot)
+        if reqid == hit.slot:  # the last slot there is: of use if the request fills its pages anyway
+            fits = self.pages(self._index.length(hit.slot)) <= self.pages(request.num_tokens)
+            return self._take_over(hit) if fits else None
+        if not self._share(hit, reqid):
+            self._free(reqid)
+            return None
+        if hit.slot in self._held:
+            self._held[hit.slot] = self._held.pop(hit.slot)  # used most recently
+        return reqid
+
+    def _share(self, hit: _Hit, reqid: int) -> bool:
+        try:
+            while not self._cache.share_prefix(hit.slot, reqid, hit.length):
+                if not self.evict(keep=hit.slot):
+                    return False
+        except BaseException:
+            try:
+                if hit.slot in self._held:  # or it would fail the next time too
+                    self._give_up(hit.slot)
+            finally:
+                self._free(reqid)
+            raise
+        return True
+
+    def _take_over(self, hit: _Hit) -> int | None:
+        """Make a held slot that of a request, cut to the hit; None when others share what lies behind it for good."""
+        try:
+            # The cache learns that rows from here on will be written again.
+            ok = self._cache.step({hit.slot: hit.length})
+        except BaseException:
+            self._give_up(hit.slot)
+            raise
+        if not ok:
+            self._give_up(hit.slot)
+            return None
+        if not self._is_whole(hit):
+            self._index.remove(hit.slot)
+        del self._held[hit.slot]
+        return hit.slot
+
+    def _alloc(self, seq_len: int, keep: int | None = None) -> int:
+        """Return an idle slot, giving up held ones if there is none; `keep` when no other is left, which stays held."""
+        while True:
+            try:
+                return self._cache.alloc_reqid(seq_len)
+            except OutOfSlotsError:
+                if self.evict(keep):
+                    continue
+                if keep is None or keep not in self._held:
+                    raise
+                return keep
+
+    # --- holding ----------------------------------------------------------------------------------------------------
+
+    def _is_worth_holding(self, request: Request) -> bool:
+        """True when a request that is over has tokens no other slot has, and its memory is below the limit."""
+        slot = slot_of(request)
+        if not self._index.length(slot) or self._index.covering(slot):
+            return False
+        # Of a prompt that was not computed to its end, pages that it asked for would be held too.
+        computed = request.num_computed >= len(request.prompt_ids)
+        return computed and self._cache.freeable_pages([slot]) <= self._limit_pages
+
+    def _give_up(self, slot: int) -> None:
+        try:
+            self._free(slot)
+        finally:
+            if not self._cache.is_active(slot):
+                self._index.remove(slot)
+                del self._held[slot]
+
+    def _free(self, slot: int) -> None:
+        """Free a slot, unless a failing driver lost it, and raise only then what the background has to say."""
+        try:
+            self._cache.free_reqid(slot)
+        except SlicedKVError:
+            if self._cache.is_active(slot):
+                self._cache.free_reqid(slot)
+                raise

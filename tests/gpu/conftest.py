@@ -1,0 +1,37 @@
+"""The model that engines serve on a GPU: eight layers of Llama-3-8B with random weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def model(cuda_device):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        initializer_range=0.03,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(5)
+    with torch.device(cuda_device):
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """The model with the same weights in float32."""
+    return copy.deepcopy(model).float()
