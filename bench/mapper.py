@@ -82,6 +82,9 @@ def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str,
 def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
     """Both shapes and batch sizes, and 10,000 steps for one of them."""
     steps, long = 400 if quick else 2000, device.is_cuda and not quick
+    for busy in (False, True) if long else ():
+        progress(f"stalls: 10,000 steps, main thread {'busy' if busy else 'idle'}")
+        yield stalls(device, *LONG, 10_000, "background", busy=busy)
     for shape_name in SHAPES:
         for slots in (64, 256) if device.is_cuda else (16,):
             for mapper, busy in (("sync", False), ("background", False), ("background", True)):
@@ -89,9 +92,6 @@ def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
                     continue
                 progress(f"stalls: {shape_name}, {slots} slots, {mapper}, main thread {'busy' if busy else 'idle'}")
                 yield stalls(device, shape_name, slots, steps if device.is_cuda else min(steps, 400), mapper, busy=busy)
-    for busy in (False, True) if long else ():
-        progress(f"stalls: 10,000 steps, main thread {'busy' if busy else 'idle'}")
-        yield stalls(device, *LONG, 10_000, "background", busy=busy)
 
 
 def throughput(device: Device, *, busy: bool, extent_pages: int, pages: int) -> Row:

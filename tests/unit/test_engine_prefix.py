@@ -96,6 +96,44 @@ def test_tight_memory(make_engine, tiny_model):
         assert not (record.num_preemptions and record.held_bytes), "nobody is preempted while prefixes are held"
 
 
+@pytest.mark.parametrize("layout", ["sliced", "per_layer"])
+@pytest.mark.parametrize("mapper", ["sync", "background"])
+@pytest.mark.parametrize("slots", [3, 8])
+def test_swapped_requests_come_back_among_prefixes(make_engine, tiny_model, layout, mapper, slots):
+    """Those that are swapped out lose their place in the index and have it again when they are back."""
+    model = tiny_model("llama", **SHAPE)
+    prompts = [SYSTEM[: 40 + 9 * (n % 3)] + [10 + n] * (4 * n) for n in range(9)]
+    options = {"layout": layout, "max_seq_len": 160, "max_batch_size": slots, "max_tokens_per_step": 50}
+    expected, *_ = serve(make_engine, model, prompts, max_tokens=40, **options)
+    with make_engine(model, **PAGE, **options) as probe:
+        geometry = probe.cache.layout
+    pages = geometry.pages_for(160) * geometry.num_planes
+    options |= {"memory_limit": pages * 5 // 4 * PAGE["page_bytes"], "mapper": mapper, "preemption": "swap"}
+    tokens, records, engine = serve(make_engine, model, prompts, max_tokens=40, prefix_cache=1.0, **options)
+    assert tokens == expected
+    assert engine.scheduler.preemptor.num_swaps > 0
+    assert sum(record.num_cached_tokens for record in records) > 0
+
+
+def test_held_slots_make_way_for_a_swapped_request(make_engine, tiny_model):
+    """The only idle slots are held, and a request that waits in host memory needs one."""
+    engine = make_engine(tiny_model("llama", **SHAPE), max_seq_len=160, max_batch_size=2, **PAGE, prefix_cache=1.0)
+    scheduler = engine.scheduler
+    scheduler.preemptor.kind = "swap"
+    waits = engine.submit(SYSTEM[:30], free(30))
+    engine.step()
+    scheduler._preempt(waits)
+    assert waits.swapped is not None
+    scheduler.waiting.clear()
+    for token in (7, 8):
+        engine.generate([[token] * 40], free(3))
+    assert len(scheduler.admission.held_slots) == 2
+    scheduler.waiting.append(waits)
+    engine.run()
+    assert waits.num_computed == 30 + 30 - 1
+    assert engine.cache.stats().swaps_in == 1
+
+
 def test_aborts_and_forks_in_between(make_engine, tiny_model):
     model = tiny_model("llama", **SHAPE)
     prompts = [SYSTEM + [n] * 6 for n in range(5, 9)]
