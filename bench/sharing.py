@@ -39,7 +39,7 @@ class Setting:
     def __init__(self, device: Device, quick: bool) -> None:
         self.device = device
         self.shape = SHAPES["llama-3-8b"] if device.is_cuda else HOST_SHAPE
-        self.repeats = 5 if quick else 25
+        self.repeats = 5 if quick else 12
         self.lengths = [1024, 8192] if quick else [1024, 4096, 16384, 32768, 65536]
         self.long = 8192 if quick else 32768
 
@@ -102,7 +102,7 @@ def forks(setting: Setting, extent_pages: int, count: int) -> Row:
     tokens = setting.long + 10
     with setting.open(count + 1, tokens + 64, extent_pages) as cache:
         source, taken = setting.prompt(cache, tokens), []
-        for _ in range(max(5, setting.repeats // count)):
+        for _ in range(max(3, setting.repeats // count)):
             begun = time.perf_counter()
             reqids = cache.fork(source, count)
             taken.append((time.perf_counter() - begun) * 1e6)
