@@ -1,9 +1,9 @@
-"""Decode attention: few query tokens a request, and programs that read equally much whatever the requests' lengths.
+"""Decode attention: few query tokens a request, split over tokens so that any batch fills the GPU.
 
-The tokens of all requests, one after the other, are split into equal parts. A program streams one part for one KV head,
-or for a few that lie side by side in a token's row; a second kernel joins what parts share a request. Where requests
-alone fill the GPU, each is a part. Must not know how lengths came about: they are read on the device, so a captured
-CUDA graph replays with others.
+A program streams some tokens for one KV head, or for a few that lie side by side in a token's row: all tokens of a
+request, one of its equal parts, or, where requests may differ in length, one of the equal parts of all tokens of all
+requests. A second kernel joins the parts of a request. Must not know how lengths came about: they are read on the
+device, so a captured CUDA graph replays with others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .common import (
     outputs,
     padded,
 )
-from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles
+from .decode_parts import RUNTIME_INTS, equal_parts, join_kernel, lane_span, lane_tiles
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
 from .lanes import cache_pointer, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
@@ -79,9 +79,9 @@ def decode_attention(
     max_seq_len : int, optional
         Bound of the lengths that the host knows, for choosing `num_splits`; L by default. Longer ones stay right.
     uneven : bool
-        Whether lengths may differ much: splits also where as many requests of equal length would fill the GPU.
+        Whether lengths may differ much: the tokens of all requests together are split, not those of each.
     num_splits : int, optional
-        Equal parts into which the tokens of all requests together are split; 1 reads each request in one part.
+        Equal parts of each request, or, if `uneven`, of all requests together.
     workspace : Tensor, optional
         float32, at least `decode_workspace_numel` elements; allocated if missing and needed.
     out : Tensor, optional
@@ -116,16 +116,16 @@ def decode_attention(
     k_factor, v_factor = check_scales(k_cache, k_scale, v_scale)
     out, lse = outputs(q, out, lse, return_lse=return_lse)
     split = plan.num_splits > 1
-    parts, part_lse = cut_workspace(workspace, q, q_len, plan.num_splits) if split else (out, out)
+    parts, part_lse = cut_workspace(workspace, q, q_len, plan.num_parts) if split else (out, out)
     result = (out, lse) if return_lse and lse is not None else out
     if not q.shape[0]:
         return result
     group = num_heads // k_cache.shape[2]
     num_blocks = k_cache.shape[2] // plan.heads * plan.row_tiles
     sizes = {"Q_LEN": q_len, "HEAD_DIM": head_dim, "NUM_HEADS": num_heads, "BLOCK_N": plan.block_tokens}
-    options = {"BLOCK_L": padded(lanes), "WINDOW": window or 0, "HAS_LSE": lse is not None}
+    options = {"BLOCK_L": padded(lanes) if plan.across else 0, "WINDOW": window or 0, "HAS_LSE": lse is not None}
     with on_device(q):
-        _decode_kernel[((plan.num_splits if split else lanes) * num_blocks,)](
+        _decode_kernel[(plan.num_splits * (1 if plan.across else lanes) * num_blocks,)](
             q, k_cache.data_ptr(), v_cache.data_ptr(), out, lse, parts, part_lse, reqids, seq_lens,
             *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             (1 / math.sqrt(head_dim) if scale is None else scale) * k_factor, v_factor,
@@ -163,8 +163,8 @@ def decode_workspace_numel(
     TypeError, ValueError
         As there.
     """
-    splits = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, uneven, num_splits, window, tile).num_splits
-    return workspace_numel(q, q_len, splits) if splits > 1 else 0
+    plan = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, uneven, num_splits, window, tile)
+    return workspace_numel(q, q_len, plan.num_parts) if plan.num_splits > 1 else 0
 
 
 # --- on the device ---------------------------------------------------------------------------------------------------
@@ -233,8 +233,7 @@ def _decode_kernel(
     first_head = tl.cast(block // ROW_TILES * HEADS, tl.int64)
     k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + first_head * k_head
     v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + first_head * v_head
-    first_lane, last_lane = share, share
-    if SPLIT:
+    if BLOCK_L:
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
@@ -245,20 +244,31 @@ def _decode_kernel(
         # Lanes that end where a share begins are not its own, nor are those without a tile.
         first_lane = tl.sum((ends <= begin).to(tl.int32), 0)
         last_lane = tl.sum((ends < end).to(tl.int32), 0)
-    for lane in tl.range(first_lane, last_lane + 1, num_stages=1):
-        slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
-        first_tile, end_tile, part = 0, tl.cdiv(length, BLOCK_N), -1
-        if SPLIT:
+        for lane in tl.range(first_lane, last_lane + 1, num_stages=1):
+            slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
             lane_begin, lane_end = lane_span(lane, tiles, ends, BLOCK_L)
-            first_tile = tl.maximum(begin - lane_begin, 0)
-            end_tile = tl.minimum(end, lane_end) - lane_begin
             # Of the lanes of a share only the first can have begun before, and only the last can go on.
             part = 2 * share + (begin <= lane_begin).to(tl.int32)
             part = tl.where((begin <= lane_begin) & (lane_end <= end), -1, part)
+            _attend_part(
+                q, k_base + slot * k_slot, v_base + slot * v_slot, out, lse, parts, part_lse,
+                q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
+                block, lane, length, tl.maximum(begin - lane_begin, 0), tl.minimum(end, lane_end) - lane_begin, part,
+                GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, ROW_TILES,
+                WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
+            )  # fmt: skip
+    else:
+        lane = share % num_lanes
+        slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
+        size, num_parts = equal_parts(length, num_splits, Q_LEN, WINDOW, BLOCK_N)
+        split = share // num_lanes
+        if SPLIT and split >= num_parts:
+            return
+        part = lane * num_splits + split if SPLIT else -1
         _attend_part(
             q, k_base + slot * k_slot, v_base + slot * v_slot, out, lse, parts, part_lse,
             q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
-            block, lane, length, first_tile, end_tile, part,
+            block, lane, length, split * size, split * size + size, part,
             GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, ROW_TILES,
             WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
         )  # fmt: skip

@@ -1,14 +1,29 @@
-"""Parts of decode: how the tokens of all requests are cut into equal ones, and how those of one request are joined."""
+"""Parts of decode: how the tokens of one request, or of all requests together, are cut into equal ones, and joined."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .lanes import find_slot
 from .tile import LN2, NOTHING
 
 # Arguments that change from batch to batch must not make another kernel of it.
 RUNTIME_INTS = ["max_batch_size", "max_seq_len", "num_splits", "num_blocks", "num_lanes"]
+
+
+@triton.jit
+def equal_parts(length, num_splits, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return tiles a part of one lane, and how many parts are not empty.
+
+    Large parts are odd, so that they do not all begin at the same address modulo a large power of two, where DRAM has
+    few channels for them.
+    """
+    seen = tl.minimum(length, Q_LEN - 1 + WINDOW) if WINDOW else length
+    tiles = tl.cdiv(seen, BLOCK_N)
+    size = tl.maximum(tl.cdiv(tiles, num_splits), 1)
+    size = tl.where((size >= 64) & (num_splits > 1), size | 1, size)
+    return size, tl.cdiv(tiles, size)
 
 
 @triton.jit
@@ -46,13 +61,22 @@ def join_kernel(
     """One program joins some columns of the parts of one query row of one head, if it is in parts."""
     row = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS
-    tiles, ends = lane_tiles(reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L)
-    size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_splits), 1)
-    lane_begin, lane_end = lane_span(row // Q_LEN, tiles, ends, BLOCK_L)
-    first = lane_begin // size
-    last = tl.where(lane_begin < lane_end, (lane_end - 1) // size, first - 1)
-    if first == last:
-        return
+    lane = row // Q_LEN
+    if BLOCK_L:
+        tiles, ends = lane_tiles(
+            reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
+        )  # fmt: skip
+        size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_splits), 1)
+        lane_begin, lane_end = lane_span(lane, tiles, ends, BLOCK_L)
+        first = lane_begin // size
+        last = tl.where(lane_begin < lane_end, (lane_end - 1) // size, first - 1)
+        if first == last:
+            return
+    else:
+        _, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
+        _, num_parts = equal_parts(length, num_splits, Q_LEN, WINDOW, BLOCK_N)
+        first = lane * num_splits
+        last = first + num_parts - 1
 
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     index = tl.arange(0, BLOCK_S)
@@ -62,7 +86,9 @@ def join_kernel(
     for start in tl.range(first, last + 1, BLOCK_S):
         share = start + index
         written = share <= last
-        part = 2 * share + (share * size <= lane_begin).to(tl.int32)
+        part = share
+        if BLOCK_L:
+            part = 2 * share + (share * size <= lane_begin).to(tl.int32)
         at = part * (Q_LEN * NUM_HEADS) + row % Q_LEN * NUM_HEADS + head
         sums = tl.load(part_lse + at, mask=written, other=NOTHING)
         higher = tl.maximum(peak, tl.max(sums, 0))

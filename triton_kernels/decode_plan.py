@@ -16,7 +16,10 @@ _MAX_ROWS = 64
 
 
 class DecodePlan(NamedTuple):
-    """Tile sizes of one launch: `heads` KV heads and `rows` query rows a program, `row_tiles` programs for all rows."""
+    """Tile sizes of one launch: `heads` KV heads and `rows` query rows a program, `row_tiles` programs for all rows.
+
+    Splits are of each request, or, `across`, of all together; there is room for `num_parts`.
+    """
 
     heads: int
     rows: int
@@ -24,6 +27,8 @@ class DecodePlan(NamedTuple):
     block_tokens: int
     width: int
     num_splits: int
+    across: bool
+    num_parts: int
     tile: DecodeTile
 
 
@@ -68,6 +73,7 @@ def plan_decode(
     _, max_len, num_kv_heads, head_dim = k_cache.shape
     capability, multiprocessors = traits(q.device)
     tile = tile or decode_tile(capability, k_cache.element_size())
+    lanes = q.shape[0] // q_len
     rows_per_head = q_len * (q.shape[1] // num_kv_heads)
     heads = _heads(tile.heads, rows_per_head, k_cache, v_cache)
     rows = min(_MAX_ROWS, padded(heads * rows_per_head))
@@ -79,8 +85,10 @@ def plan_decode(
         reach = min(max_seq_len or max_len, max_len, window + q_len - 1 if window else max_len)
         places = multiprocessors * tile.programs_per_sm
         blocks = num_kv_heads // heads * row_tiles
-        num_splits = choose_splits(q.shape[0] // q_len, blocks, -(-reach // block_tokens), places, uneven=uneven)
-    return DecodePlan(heads, rows, row_tiles, block_tokens, width, num_splits, tile)
+        num_splits = choose_splits(lanes, blocks, -(-reach // block_tokens), places, uneven=uneven)
+    across = uneven and lanes > 1 and num_splits > 1
+    num_parts = num_splits * (2 if across else lanes)  # a part of all may share a request with those on both sides
+    return DecodePlan(heads, rows, row_tiles, block_tokens, width, num_splits, across, num_parts, tile)
 
 
 def _heads(wanted: int, rows_per_head: int, k_cache: Tensor, v_cache: Tensor) -> int:
@@ -99,12 +107,12 @@ def _heads(wanted: int, rows_per_head: int, k_cache: Tensor, v_cache: Tensor) ->
     return heads
 
 
-def workspace_numel(q: Tensor, q_len: int, num_splits: int) -> int:
-    """Return the float32 elements of the parts' outputs and logarithms: a part has two requests that it shares."""
-    return 2 * num_splits * q_len * q.shape[1] * (q.shape[2] + 1)
+def workspace_numel(q: Tensor, q_len: int, num_parts: int) -> int:
+    """Return the float32 elements of the parts' outputs and logarithms."""
+    return num_parts * q_len * q.shape[1] * (q.shape[2] + 1)
 
 
-def cut_workspace(workspace: Tensor | None, q: Tensor, q_len: int, num_splits: int) -> tuple[Tensor, Tensor]:
+def cut_workspace(workspace: Tensor | None, q: Tensor, q_len: int, num_parts: int) -> tuple[Tensor, Tensor]:
     """Cut the workspace, allocated if there is none, into outputs and logarithms of the parts.
 
     Raises
@@ -112,14 +120,14 @@ def cut_workspace(workspace: Tensor | None, q: Tensor, q_len: int, num_splits: i
     TypeError, ValueError
         It does not fit.
     """
-    needed = workspace_numel(q, q_len, num_splits)
+    needed = workspace_numel(q, q_len, num_parts)
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
     if workspace.dtype != torch.float32:
         raise TypeError(f"workspace is {workspace.dtype}; it must be float32")
     if not workspace.is_contiguous() or workspace.numel() < needed:
         raise ValueError(
-            f"workspace has {workspace.numel()} elements; {num_splits} splits need {needed}, contiguous "
+            f"workspace has {workspace.numel()} elements; {num_parts} parts need {needed}, contiguous "
             "(decode_workspace_numel tells)"
         )
     check_device("workspace", workspace, q.device)

@@ -6,11 +6,13 @@ Nothing is tuned at run time: the first call of a shape costs a compilation, nev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 __all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_splits", "decode_tile", "prefill_tile"]
 
+MAX_SPLITS = 256
 _STARTUP_TILES = 1
-"""What starting on a request costs, in tiles that could have been read meanwhile."""
+"""What starting a program costs, in tiles it could have read meanwhile."""
 _REDUCTION_TILES = 3
 """The same for the second kernel."""
 
@@ -87,10 +89,14 @@ def append_tile(num_tokens: int, num_heads: int, multiprocessors: int) -> Append
     return AppendTile()
 
 
+@lru_cache(maxsize=4096)
 def choose_splits(lanes: int, blocks: int, tiles: int, places: int, *, uneven: bool = False) -> int:
-    """Return into how many parts to split the tokens of all requests; 1 leaves each request whole.
+    """Return into how many parts to split each request's tokens, or, if `uneven`, those of all requests together.
 
-    Takes the cheaper of two: rounds of whole requests over the GPU, or one round of equal parts and the reduction.
+    For requests of one length takes the least of a simple cost: rounds of programs over the GPU, times the tiles each
+    program reads and what starting it is worth; and, if there is more than one part, the reduction. Uneven ones get as
+    many parts as the GPU takes at once, and twice as many where a part has two requests or more: such parts differ in
+    how often they start on one.
 
     Parameters
     ----------
@@ -101,17 +107,17 @@ def choose_splits(lanes: int, blocks: int, tiles: int, places: int, *, uneven: b
     places : int
         Programs the GPU runs at once.
     uneven : bool
-        Whether requests may differ much in tiles, so that rounds of whole ones last as long as the longest. Parts of
-        several such requests differ too, in how often they start on one: there are twice as many as places.
+        Whether requests may differ much in tiles.
     """
-    splits = min(places // max(1, blocks), lanes * tiles)
-    if splits < 2:
-        return 1
-    if uneven and lanes >= 2 * splits:
-        return 2 * splits
-    whole = -(-lanes * blocks // places) * (tiles + _STARTUP_TILES)
-    parts = -(-lanes * tiles // splits) + _STARTUP_TILES * (1 + lanes / splits) + _REDUCTION_TILES
-    return splits if parts < whole or (uneven and lanes > 1) else 1
+    if uneven and lanes > 1:
+        splits = max(1, min(places // max(1, blocks), lanes * tiles))
+        return 2 * splits if splits > 1 and lanes >= 2 * splits else splits
+
+    def cost(splits: int) -> int:
+        rounds = -(-lanes * blocks * splits // places)
+        return rounds * (-(-tiles // splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0)
+
+    return min(range(1, min(MAX_SPLITS, max(1, tiles)) + 1), key=cost)
 
 
 def _nearest(known: tuple[tuple[int, int], ...], capability: tuple[int, int]) -> tuple[int, int]:

@@ -66,6 +66,8 @@ class TritonBackend(AttentionBackend):
         self.soft_cap, self.k_scale, self.v_scale = soft_cap, k_scale, v_scale
         self._graph_index: Tensor | None = None
         self._workspaces: dict[int, Tensor] = {}
+        self._workspace: Tensor | None = None
+        self._has_workspace = False
         self._decode_lanes = self._decode_q_len = self._max_q_len = self._longest = 0
         self._graph = self._uneven = False
         self._cu_q_lens: Tensor | None = None
@@ -106,7 +108,7 @@ class TritonBackend(AttentionBackend):
         longest = max((1, *lens))
         self._longest = self.max_seq_len if graph else _rounded(longest)
         self._uneven = graph or longest * len(lens) > _EVEN * sum(lens)
-        self._graph = graph
+        self._graph, self._has_workspace = graph, False
 
     def _upload(self, batch: Batch, *, graph: bool) -> None:
         """Bring reqids, lengths and ends of lanes to the device, for graphs to the place they were captured with."""
@@ -143,9 +145,11 @@ class TritonBackend(AttentionBackend):
         shape = {
             "q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest, "uneven": self._uneven
         }  # fmt: skip
+        if not self._has_workspace:  # of one size for all layers
+            self._workspace, self._has_workspace = self._find_workspace(q, k, v, shape), True
         decode_attention(
             q, k, v, self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes],
-            workspace=self._workspace(q, k, v, shape), out=out, **self._options, **shape,
+            workspace=self._workspace, out=out, **self._options, **shape,
         )  # fmt: skip
 
     def _run_prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -159,7 +163,7 @@ class TritonBackend(AttentionBackend):
     def _options(self) -> dict[str, float | None]:
         return {"scale": self.scale, "soft_cap": self.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
-    def _workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, Any]) -> Tensor | None:
+    def _find_workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, Any]) -> Tensor | None:
         """Room for the parts of a split, kept: one for all steps, and one for each captured number of lanes."""
         needed = decode_workspace_numel(q, k, v, **shape)
         if not needed:

@@ -89,12 +89,12 @@ def decode_case(arch: int, rows: str, cache: str, head_dim: int, group: int = 4,
     width = padded(heads * head_dim)
     tokens = min(256, max(16, tile.tile_bytes // (width * itemsize)))
     shape = {"GROUP": group, "Q_LEN": 1, "HEADS": heads, "HEAD_DIM": head_dim, "NUM_HEADS": 32}
-    blocks = {"BLOCK_M": 16, "BLOCK_N": tokens, "BLOCK_W": width, "ROW_TILES": 1, "SPLIT": True, "BLOCK_L": 64}
+    blocks = {"BLOCK_M": 16, "BLOCK_N": tokens, "BLOCK_W": width, "ROW_TILES": 1, "SPLIT": True, "BLOCK_L": 0}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Case(decode._decode_kernel, rows, cache, shape | blocks | constants, options)
 
 
-def join_case(rows: str, head_dim: int) -> Case:
+def join_case(rows: str, head_dim: int, *, lanes: int = 0) -> Case:
     """Build the kernel that joins the parts."""
     shape = {
         "Q_LEN": 1,
@@ -103,7 +103,7 @@ def join_case(rows: str, head_dim: int) -> Case:
         "BLOCK_D": padded(head_dim),
         "BLOCK_N": 64,
         "BLOCK_S": 64,
-        "BLOCK_L": 64,
+        "BLOCK_L": lanes,
     }
     return Case(decode_parts.join_kernel, rows, rows, shape)
 
@@ -135,6 +135,8 @@ def representative() -> Iterator[tuple[Case, int]]:
         yield decode_case(arch, "bfloat16", float8, 80, group=1), arch
         yield append_case("bfloat16", float8, 80, rotary=False), arch
     yield join_case("bfloat16", 192), 90
+    yield join_case("bfloat16", 128, lanes=64), 90
+    yield decode_case(90, "bfloat16", "bfloat16", 128, BLOCK_L=64), 90
     yield prefill_case(90, "float16", "float8_e4m3fn", 256, WINDOW=1000, SOFT_CAP=30.0), 90
     yield decode_case(90, "bfloat16", "bfloat16", 128, HEADS=4), 90
     yield decode_case(90, "float16", "float16", 96, Q_LEN=4, WINDOW=500, SOFT_CAP=30.0), 90

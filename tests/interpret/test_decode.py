@@ -123,11 +123,20 @@ def test_float8_caches(cache_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_splits", [2, 5, 12, 100])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_parts_end_within_requests_and_between_them(num_splits: int, q_len: int) -> None:
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_parts_of_each_request_and_of_all(num_splits: int, q_len: int, uneven: bool, window: int | None) -> None:
     """Parts of one tile, parts of several requests, requests of no tile at either end and between."""
+    options = {"num_splits": num_splits, "q_len": q_len, "uneven": uneven, "window": window}
     lens = [0, 40, 3, 0, 0, 17, 16, 40, 1, 33, 0]
-    check([6, 3, 0, 7, -1, 5, 1, 8, 2, 4, 9], lens, num_splits=num_splits, q_len=q_len, heads=(2, 1), head_dim=16)
-    check([0, 1], [0, 0], num_splits=num_splits, q_len=q_len, heads=(2, 1), head_dim=16)
+    check([6, 3, 0, 7, -1, 5, 1, 8, 2, 4, 9], lens, heads=(2, 1), head_dim=16, **options)
+    check([0, 1], [0, 0], heads=(2, 1), head_dim=16, **options)
+
+
+def test_large_parts_are_odd_and_complete() -> None:
+    """130 tiles in two parts: 65 each, or, of 131, 67 and 64."""
+    for length in (130 * 16, 131 * 16 - 3, 255 * 16):
+        check([0], [length], heads=(1, 1), head_dim=16, num_splits=2, max_seq_len=4096)
 
 
 def test_uneven_requests_are_split_though_they_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +190,10 @@ def test_a_workspace_is_used_and_measured() -> None:
     fill(k[0], v[0], [0], [64])
     q, lens = torch.randn(1, 2, 16), index([64])
     numel = decode_workspace_numel(q, k[0], v[0], num_splits=3)
-    assert numel == 2 * 3 * 2 * 17
+    assert numel == 2 * 3 * 17
     assert decode_workspace_numel(q, k[0], v[0], num_splits=1) == 0
     workspace = torch.full((numel,), float("nan"))
     decode_attention(q, k[0], v[0], index([0]), lens, num_splits=3, workspace=workspace, tile=tile_of(16, 16, FLOAT32))
     assert workspace.isfinite().sum() == 2 * 2 * 17, "four tiles in three parts fill two"
-    with pytest.raises(ValueError, match="203 elements; 3 splits need 204"):
+    with pytest.raises(ValueError, match="101 elements; 3 parts need 102"):
         decode_attention(q, k[0], v[0], index([0]), lens, num_splits=3, workspace=workspace[:-1])

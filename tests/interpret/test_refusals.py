@@ -66,7 +66,7 @@ def test_attention(change: dict[str, Any], kind: type[Exception], message: str, 
         ({"q_len": 0}, ValueError, "q_len is 0"),
         ({"num_splits": 0}, ValueError, "num_splits is 0"),
         ({"max_seq_len": 0}, ValueError, "max_seq_len is 0"),
-        ({"num_splits": 2, "workspace": torch.zeros(10)}, ValueError, "workspace has 10 elements; 2 splits need 272"),
+        ({"num_splits": 2, "workspace": torch.zeros(10)}, ValueError, "workspace has 10 elements; 4 parts need 272"),
         ({"num_splits": 2, "workspace": torch.zeros(999).half()}, TypeError, "workspace is torch.float16"),
     ],
 )
