@@ -1,6 +1,6 @@
 """What does an engine gain, and pay, when nothing but the layout of K and V changes?
 
-    python bench/serving.py [--trace CSV ...] [--quick]
+    python bench/serving.py [--trace CSV ...] [--only long chat steps] [--quick]
 
 The same model, scheduler and requests, K and V managed as slices, interleaved, in a plane for each layer, in a paged
 cache (16 tokens a page, FlashInfer over real tables), or reserved for the longest request from the start. The memory is
@@ -36,7 +36,7 @@ MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "static")
 SYNC = "_sync"
 MAPPERS = tuple(layout + mapper for layout in ("sliced", "per_layer") for mapper in (SYNC, ""))
 CHUNK = 8192
-WARM_PROMPT = 100
+WARM_PROMPT = 500
 POINTS = 250
 
 
@@ -205,8 +205,8 @@ def submit(engine: Engine, ids: Sequence[list[int]], requests: Sequence[Request]
 
 
 def warm_up(engine: Engine) -> None:
-    """Compile kernels and capture the graphs of every batch size: a long prompt, then one for each slot, which end in
-    turn.
+    """Compile kernels and capture the graphs of every batch size: a long prompt, then one for each slot, more than one
+    step computes, so that prompts and tokens meet in a step, and which end in turn.
     """
     slots, max_seq_len = engine.cache.layout.max_batch_size, engine.cache.layout.max_seq_len
     engine.generate([[5] * min(2 * CHUNK, max_seq_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -216,17 +216,16 @@ def warm_up(engine: Engine) -> None:
     engine.run()
 
 
-def rows(served: transformers.PreTrainedModel, workloads: dict[str, Workload], paths: Sequence[Path]) -> Iterator[Row]:
-    """Every workload with every manager."""
-    for name, workload in workloads.items():
-        requests, expected = lengths(workload, paths), list[int]()
-        for manager in workload.managers:
-            progress(f"{name}: {manager}")
-            row, tokens = measure(served, name, manager, workload, requests)
-            expected = expected or tokens
-            same = sum(a == b for a, b in zip(tokens, expected, strict=True))
-            yield {**row, f"first_tokens_as_{workload.managers[0]}": same / len(tokens)}
-            torch.cuda.empty_cache()
+def rows(served: transformers.PreTrainedModel, name: str, workload: Workload, paths: Sequence[Path]) -> Iterator[Row]:
+    """A workload with every manager."""
+    requests, expected = lengths(workload, paths), list[int]()
+    for manager in workload.managers:
+        progress(f"{name}: {manager}")
+        row, tokens = measure(served, name, manager, workload, requests)
+        expected = expected or tokens
+        same = sum(a == b for a, b in zip(tokens, expected, strict=True))
+        yield {**row, f"first_tokens_as_{workload.managers[0]}": same / len(tokens)}
+        torch.cuda.empty_cache()
 
 
 def beside_paged(found: Sequence[Row]) -> list[Row]:
@@ -239,23 +238,26 @@ def beside_paged(found: Sequence[Row]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure all workloads, and write what is there, also after Ctrl-C or a failure."""
+    """Measure the workloads, and write a file for each with what is there, also after Ctrl-C or a failure."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV files of the traces")
+    arguments.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     options = arguments.parse_args()
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    found: list[Row] = []
-    try:
-        for row in rows(model(options.device), QUICK if options.quick else WORKLOADS, options.trace):
-            found.append(row)
-            show({key: value for key, value in row.items() if key != "series"})
-    except KeyboardInterrupt:
-        progress("interrupted; writing what is complete")
-    finally:
-        if found:
-            traces = sorted(path.stem for path in options.trace) or "generated"
-            print("wrote", write_result("serving", options, beside_paged(found), traces=traces))
+    served, traces = model(options.device), sorted(path.stem for path in options.trace) or "generated"
+    for name in options.only:
+        found: list[Row] = []
+        try:
+            for row in rows(served, name, (QUICK if options.quick else WORKLOADS)[name], options.trace):
+                found.append(row)
+                show({key: value for key, value in row.items() if key != "series"})
+        except KeyboardInterrupt:
+            progress("interrupted; writing what is complete")
+            return
+        finally:
+            if found:
+                print("wrote", write_result(f"serving_{name}", options, beside_paged(found), traces=traces))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_a_measurement_tells_throughput_and_steps(serving, tiny_model, monkeypat
     managers = ("sliced", "sliced_sync", "paged")
     workload = serving.Workload("azure_2023_conv", 3, 1.0, 2, 64 << 20, managers)
     monkeypatch.setattr(serving, "lengths", lambda *_: requests)
-    found = serving.beside_paged(list(serving.rows(model, {"chat": workload}, [])))
+    found = serving.beside_paged(list(serving.rows(model, "chat", workload, [])))
     assert [row["manager"] for row in found] == list(managers)
     for row in found:
         assert row["first_tokens_as_sliced"] == 1.0
