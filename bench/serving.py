@@ -53,7 +53,7 @@ class Workload(NamedTuple):
 
 WORKLOADS = {
     "long": Workload("arxiv_long_offline", 3, 1.0, 8, 32 * 10**9),
-    "chat": Workload("azure_2023_conv", 120, 1.0, 96, 6 * 10**9),
+    "chat": Workload("azure_2023_conv", 100, 1.0, 96, 6 * 10**9),
     "steps": Workload("sync_vs_async_trace", 32, 0.5, 32, 24 * 10**9, MAPPERS),
 }
 QUICK = {
