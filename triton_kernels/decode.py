@@ -23,7 +23,7 @@ from .common import (
     outputs,
     padded,
 )
-from .decode_parts import RUNTIME_INTS, equal_parts, join_kernel, lane_span, lane_tiles
+from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles, part_range
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
 from .lanes import cache_pointer, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
@@ -124,8 +124,9 @@ def decode_attention(
     num_blocks = k_cache.shape[2] // plan.heads * plan.row_tiles
     sizes = {"Q_LEN": q_len, "HEAD_DIM": head_dim, "NUM_HEADS": num_heads, "BLOCK_N": plan.block_tokens}
     options = {"BLOCK_L": padded(lanes) if plan.across else 0, "WINDOW": window or 0, "HAS_LSE": lse is not None}
+    grid = (plan.num_splits * num_blocks,) if plan.across else (lanes * num_blocks, plan.num_splits)
     with on_device(q):
-        _decode_kernel[(plan.num_splits * (1 if plan.across else lanes) * num_blocks,)](
+        _decode_kernel[grid](
             q, k_cache.data_ptr(), v_cache.data_ptr(), out, lse, parts, part_lse, reqids, seq_lens,
             *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             (1 / math.sqrt(head_dim) if scale is None else scale) * k_factor, v_factor,
@@ -173,48 +174,53 @@ def decode_workspace_numel(
 @triton.jit
 def _attend_part(
     q, k_base, v_base, out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
-    block, lane, length, first_tile, end_tile, part,
+    block, lane, length, begin, end, part, num_splits,
     GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ROW_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr,
+    ROW_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to some tiles of one lane; the result goes to a place among the parts, or out if `part` is negative."""
+    """Attend to tokens ``[begin, end)`` of one lane and store what comes of it.
+
+    Unsplit that is the output. A part of a lane goes to its place among the lane's parts. A part of all lanes goes to
+    its own place, but to the output if it is negative: then it has all tokens of the lane.
+    """
     # A row is (KV head of this program, new token, query head of its group).
     rows = (block % ROW_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_W)
     local_head = rows // (Q_LEN * GROUP)
     token = rows // GROUP % Q_LEN
-    head = (block // ROW_TILES * HEADS + local_head) * GROUP + rows % GROUP
+    kv_head = block // ROW_TILES * HEADS
+    head = (kv_head + local_head) * GROUP + rows % GROUP
     mine = (local_head < HEADS)[:, None] & (columns // HEAD_DIM == local_head[:, None])
     packed = (lane * Q_LEN + token).to(tl.int64)
     inner = columns % HEAD_DIM
     queries = tl.load(
         q + packed[:, None] * q_row + head.to(tl.int64)[:, None] * q_head + inner[None, :], mask=mine, other=0.0
     )
-
-    lowest = length * 0
-    if WINDOW:
-        lowest = tl.maximum(length - (Q_LEN - 1 + WINDOW), 0)
     acc, peak, total = start_rows(BLOCK_M, BLOCK_W)
     acc, peak, total = attend(
-        acc, peak, total, queries, length - Q_LEN + token, k_base, v_base, k_token, v_token,
-        lowest + first_tile * BLOCK_N, tl.minimum(lowest + end_tile * BLOCK_N, length), scale,
+        acc, peak, total, queries, length - Q_LEN + token, k_base, v_base, k_token, v_token, begin, end, scale,
         BLOCK_N, BLOCK_W, HEADS * HEAD_DIM, True, Q_LEN > 1, WINDOW if Q_LEN > 1 else 0, SOFT_CAP,
     )  # fmt: skip
     acc, log2_sum = finish_rows(acc, peak, total)
 
+    place = packed * NUM_HEADS + head
     real = local_head < HEADS
     if SPLIT:
-        place = part * (Q_LEN * NUM_HEADS) + token * NUM_HEADS + head
-        whole = tl.full([BLOCK_M], part, tl.int32) < 0
-        tl.store(parts + place[:, None] * HEAD_DIM + inner[None, :], acc, mask=mine & (~whole)[:, None])
-        tl.store(part_lse + place, log2_sum, mask=real & ~whole)
-        mine = mine & whole[:, None]
-        real = real & whole
-    where = out + packed[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + inner[None, :]
-    tl.store(where, (acc * v_scale).to(out.dtype.element_ty), mask=mine)
-    if HAS_LSE:
-        tl.store(lse + packed * NUM_HEADS + head, log2_sum * LN2, mask=real)
+        at = place * num_splits + part
+        stored, known = mine, real
+        if BLOCK_L:
+            at = part * (Q_LEN * NUM_HEADS) + token * NUM_HEADS + head
+            whole = tl.full([BLOCK_M], part, tl.int32) < 0
+            stored, known = mine & (~whole)[:, None], real & ~whole
+            mine, real = mine & whole[:, None], real & whole
+        tl.store(parts + at[:, None] * HEAD_DIM + inner[None, :], acc, mask=stored)
+        tl.store(part_lse + at, log2_sum, mask=known)
+    if BLOCK_L or not SPLIT:
+        where = out + packed[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + inner[None, :]
+        tl.store(where, (acc * v_scale).to(out.dtype.element_ty), mask=mine)
+        if HAS_LSE:
+            tl.store(lse + place, log2_sum * LN2, mask=real)
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTS)
@@ -227,48 +233,53 @@ def _decode_kernel(
     ROW_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows."""
+    """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows.
+
+    With BLOCK_L, at least the number of lanes, parts are of all tokens of all lanes.
+    """
+    lane = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
-    share = tl.program_id(0) // num_blocks
     first_head = tl.cast(block // ROW_TILES * HEADS, tl.int64)
-    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + first_head * k_head
-    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + first_head * v_head
+    k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT)
+    v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT)
     if BLOCK_L:
+        share = lane
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
         total = tl.sum(tiles, 0)
         size = tl.cdiv(total, num_splits)
-        begin = share * size
-        end = tl.minimum(begin + size, total)
+        start = share * size
+        stop = tl.minimum(start + size, total)
         # Lanes that end where a share begins are not its own, nor are those without a tile.
-        first_lane = tl.sum((ends <= begin).to(tl.int32), 0)
-        last_lane = tl.sum((ends < end).to(tl.int32), 0)
+        first_lane = tl.sum((ends <= start).to(tl.int32), 0)
+        last_lane = tl.sum((ends < stop).to(tl.int32), 0)
         for lane in tl.range(first_lane, last_lane + 1, num_stages=1):
             slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
-            lane_begin, lane_end = lane_span(lane, tiles, ends, BLOCK_L)
+            lane_start, lane_stop = lane_span(lane, tiles, ends, BLOCK_L)
+            lowest, _ = part_range(length, 0, 1, Q_LEN, WINDOW, BLOCK_N)
+            begin = lowest + tl.maximum(start - lane_start, 0) * BLOCK_N
+            end = tl.minimum(lowest + (tl.minimum(stop, lane_stop) - lane_start) * BLOCK_N, length)
             # Of the lanes of a share only the first can have begun before, and only the last can go on.
-            part = 2 * share + (begin <= lane_begin).to(tl.int32)
-            part = tl.where((begin <= lane_begin) & (lane_end <= end), -1, part)
+            part = 2 * share + (start <= lane_start).to(tl.int32)
+            part = tl.where((start <= lane_start) & (lane_stop <= stop), -1, part)
             _attend_part(
-                q, k_base + slot * k_slot, v_base + slot * v_slot, out, lse, parts, part_lse,
-                q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
-                block, lane, length, tl.maximum(begin - lane_begin, 0), tl.minimum(end, lane_end) - lane_begin, part,
-                GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, ROW_TILES,
+                q, k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head,
+                out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
+                block, lane, length, begin, end, part, num_splits,
+                GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, BLOCK_L, ROW_TILES,
                 WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
             )  # fmt: skip
     else:
-        lane = share % num_lanes
+        split = tl.program_id(1)
         slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
-        size, num_parts = equal_parts(length, num_splits, Q_LEN, WINDOW, BLOCK_N)
-        split = share // num_lanes
-        if SPLIT and split >= num_parts:
+        begin, end = part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
+        if SPLIT and begin >= end:
             return
-        part = lane * num_splits + split if SPLIT else -1
         _attend_part(
-            q, k_base + slot * k_slot, v_base + slot * v_slot, out, lse, parts, part_lse,
-            q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
-            block, lane, length, split * size, split * size + size, part,
-            GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, ROW_TILES,
+            q, k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head,
+            out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
+            block, lane, length, begin, end, split, num_splits,
+            GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, BLOCK_L, ROW_TILES,
             WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
         )  # fmt: skip

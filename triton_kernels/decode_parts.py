@@ -13,17 +13,14 @@ RUNTIME_INTS = ["max_batch_size", "max_seq_len", "num_splits", "num_blocks", "nu
 
 
 @triton.jit
-def equal_parts(length, num_splits, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return tiles a part of one lane, and how many parts are not empty.
-
-    Large parts are odd, so that they do not all begin at the same address modulo a large power of two, where DRAM has
-    few channels for them.
-    """
-    seen = tl.minimum(length, Q_LEN - 1 + WINDOW) if WINDOW else length
-    tiles = tl.cdiv(seen, BLOCK_N)
-    size = tl.maximum(tl.cdiv(tiles, num_splits), 1)
-    size = tl.where((size >= 64) & (num_splits > 1), size | 1, size)
-    return size, tl.cdiv(tiles, size)
+def part_range(length, split, num_splits, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the tokens of one part of a lane; the parts that are not empty come first."""
+    lowest = length * 0
+    if WINDOW:
+        lowest = tl.maximum(length - (Q_LEN - 1 + WINDOW), 0)
+    size = tl.cdiv(tl.cdiv(length - lowest, num_splits), BLOCK_N) * BLOCK_N
+    begin = lowest + split * size
+    return begin, tl.minimum(begin + size, length)
 
 
 @triton.jit
@@ -59,37 +56,38 @@ def join_kernel(
     BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, WINDOW: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One program joins some columns of the parts of one query row of one head, if it is in parts."""
-    row = tl.program_id(0) // NUM_HEADS
-    head = tl.program_id(0) % NUM_HEADS
-    lane = row // Q_LEN
+    place = tl.program_id(0).to(tl.int64)
+    row = place // NUM_HEADS
+    head = place % NUM_HEADS
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    index = tl.arange(0, BLOCK_S)
+    first = 0
+    stop = num_splits
     if BLOCK_L:
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
         size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_splits), 1)
-        lane_begin, lane_end = lane_span(lane, tiles, ends, BLOCK_L)
-        first = lane_begin // size
-        last = tl.where(lane_begin < lane_end, (lane_end - 1) // size, first - 1)
-        if first == last:
+        lane_start, lane_stop = lane_span(row // Q_LEN, tiles, ends, BLOCK_L)
+        first = lane_start // size
+        stop = tl.where(lane_start < lane_stop, (lane_stop - 1) // size + 1, first)
+        if stop == first + 1:
             return
     else:
-        _, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
-        _, num_parts = equal_parts(length, num_splits, Q_LEN, WINDOW, BLOCK_N)
-        first = lane * num_splits
-        last = first + num_parts - 1
-
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    index = tl.arange(0, BLOCK_S)
+        _, length = find_slot(reqids, seq_lens, row // Q_LEN, max_batch_size, max_seq_len)
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = tl.full([], NOTHING, tl.float32)
     total = tl.zeros([], tl.float32)
-    for start in tl.range(first, last + 1, BLOCK_S):
-        share = start + index
-        written = share <= last
-        part = share
+    for start in tl.range(first, stop, BLOCK_S):
+        split = start + index
         if BLOCK_L:
-            part = 2 * share + (share * size <= lane_begin).to(tl.int32)
-        at = part * (Q_LEN * NUM_HEADS) + row % Q_LEN * NUM_HEADS + head
+            written = split < stop
+            part = 2 * split + (split * size <= lane_start).to(tl.int32)
+            at = part * (Q_LEN * NUM_HEADS) + (row % Q_LEN) * NUM_HEADS + head
+        else:
+            begin, end = part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
+            written = (split < num_splits) & (begin < end)
+            at = place * num_splits + split
         sums = tl.load(part_lse + at, mask=written, other=NOTHING)
         higher = tl.maximum(peak, tl.max(sums, 0))
         shift = tl.where(higher == NOTHING, 0.0, higher)
@@ -101,7 +99,7 @@ def join_kernel(
         total = total * kept + tl.sum(weights, 0)
         peak = higher
     divisor = tl.where(total == 0.0, 1.0, total)
-    where = out + row.to(tl.int64) * out_row + head.to(tl.int64) * out_head + columns
+    where = out + row * out_row + head * out_head + columns
     tl.store(where, (acc / divisor * v_scale).to(out.dtype.element_ty), mask=columns < HEAD_DIM)
     if HAS_LSE and tl.program_id(1) == 0:
-        tl.store(lse + tl.program_id(0), (peak + tl.log2(divisor)) * LN2)
+        tl.store(lse + place, (peak + tl.log2(divisor)) * LN2)

@@ -133,12 +133,6 @@ def test_parts_of_each_request_and_of_all(num_splits: int, q_len: int, uneven: b
     check([0, 1], [0, 0], heads=(2, 1), head_dim=16, **options)
 
 
-def test_large_parts_are_odd_and_complete() -> None:
-    """130 tiles in two parts: 65 each, or, of 131, 67 and 64."""
-    for length in (130 * 16, 131 * 16 - 3, 255 * 16):
-        check([0], [length], heads=(1, 1), head_dim=16, num_splits=2, max_seq_len=4096)
-
-
 def test_uneven_requests_are_split_though_they_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "traits", lambda device: Traits((0, 0), 3))
     k, v = planes(6, 160, 1, 1, 16, FLOAT32)
