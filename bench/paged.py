@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slicedkv.attention import AttentionBackend, Batch
 from slicedkv.attention.batch import PADDED, Lane
+from slicedkv.attention.flashinfer import WrapperPlans
 from slicedkv.layout import KVLayout
 
 PAGE_TOKENS = 16
@@ -125,6 +126,7 @@ class PagedBackend(AttentionBackend):
         self._numbers = torch.zeros(cache.num_pages + self.max_batch_size, dtype=torch.int32, device=self.device)
         kernel = "fa3" if self.device.type != "cuda" or torch.cuda.get_device_capability()[0] == 9 else "fa2"
         self._prefiller = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernel)
+        self._plans = WrapperPlans(self.device)
         self._decode_rows = 0
 
     @classmethod
@@ -147,11 +149,13 @@ class PagedBackend(AttentionBackend):
         self._plan_append(rows, graph=graph)
         if decoding:
             self._decoder = self._open_decoder(decoding if graph else 0)
-            self._decoder.plan(*_table(rows[:decoding]), *self._heads, PAGE_TOKENS, **self._dtypes)
+            self._plans.plan(self._decoder, *_table(rows[:decoding]), *self._heads, PAGE_TOKENS, **self._dtypes)
         if decoding < len(rows):
             rest = [row for row in rows[decoding:] if row[1]]
             ends = torch.tensor([0, *(q for _, q, _ in rest)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._prefiller.plan(ends, *_table(rest), *self._heads, PAGE_TOKENS, causal=True, **self._dtypes)
+            self._plans.plan(
+                self._prefiller, ends, *_table(rest), *self._heads, PAGE_TOKENS, causal=True, **self._dtypes
+            )
 
     def _plan_append(self, lanes: list[_Row], *, graph: bool) -> None:
         owners = np.repeat(np.arange(len(lanes), dtype=np.int32), [q for _, q, _ in lanes])

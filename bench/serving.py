@@ -217,8 +217,15 @@ def warm_up(engine: Engine) -> None:
 
 
 def rows(served: transformers.PreTrainedModel, name: str, workload: Workload, paths: Sequence[Path]) -> Iterator[Row]:
-    """A workload with every manager."""
+    """A workload with every manager.
+
+    A part of it is served beforehand by each: what libraries load for a number of tokens they load once in a process,
+    and that must not be the first manager's.
+    """
     requests, expected = lengths(workload, paths), list[int]()
+    for manager in workload.managers:
+        progress(f"{name}: {manager}, warm-up")
+        measure(served, name, manager, workload, requests[: -(-len(requests) // 4)])
     for manager in workload.managers:
         progress(f"{name}: {manager}")
         row, tokens = measure(served, name, manager, workload, requests)

@@ -21,7 +21,7 @@ from .batch import PADDED, Batch, Lane
 from .paged_view import PagedView
 from .triton import TritonBackend
 
-__all__ = ["FlashInferBackend"]
+__all__ = ["FlashInferBackend", "WrapperPlans"]
 
 _PAGE_TOKENS = 64
 _WORKSPACE_BYTES = 256 << 20
@@ -45,10 +45,36 @@ class _Span:
     wrapper: Any = None
 
 
+class WrapperPlans:
+    """Plans FlashInfer's wrappers, each of which has one piece of pinned memory that its plans leave from.
+
+    A plan is copied to the device in the stream's order. One that is made before the last has left would overwrite it
+    there, and kernels would read wherever the mixture says. So planning a wrapper again waits until its last plan has
+    left: for the work that was queued before that one.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: dict[int, torch.cuda.Event] = {}  # by the wrapper's id; it lives as long as its owner
+
+    def plan(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        """Call ``wrapper.plan`` on the current stream."""
+        left = self._left.pop(id(wrapper), None)
+        if left is not None:
+            left.synchronize()
+        wrapper.plan(*args, **kwargs)
+        if self._device.type == "cuda":
+            self._left[id(wrapper)] = torch.cuda.current_stream(self._device).record_event()
+
+
 class FlashInferBackend(TritonBackend):
     """FlashInfer backend; see `AttentionBackend`. float16 and bfloat16; a head dimension of 64, 128 or 256.
 
-    `plan` copies the page table to the device and, on FlashInfer's part, synchronises with nothing else.
+    `plan` copies the page table to the device and waits until the plan before has been copied, see `WrapperPlans`.
 
     Parameters
     ----------
@@ -81,6 +107,7 @@ class FlashInferBackend(TritonBackend):
         self._single_limit = self.max_seq_len if self._kernel == "fa3" else (_UINT32 - 1) // cache.k(0).stride(1)
         self._workspace_bytes = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._numbers: Tensor | None = None
+        self._plans = WrapperPlans(self.device)
         self._decoders: dict[int, Any] = {}
         self._prefillers: dict[int, Any] = {}
         self._decoder: Any = None
@@ -111,9 +138,10 @@ class FlashInferBackend(TritonBackend):
         # It knows no padded lanes: they read the first row of some request, and what they write is nobody's.
         lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]
         self._decoder = self._open_decoder(self._decode_lanes if graph else 0)
-        self._decoder.plan(
-            *self._view.table(*zip(*lanes, strict=True)), self.num_qo_heads, self.num_kv_heads, self.head_dim,
-            self._view.page_tokens, q_data_type=self.dtype, kv_data_type=self.dtype, sm_scale=self.scale,
+        self._plans.plan(
+            self._decoder, *self._view.table(*zip(*lanes, strict=True)),
+            self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
+            q_data_type=self.dtype, kv_data_type=self.dtype, sm_scale=self.scale,
         )  # fmt: skip
 
     def _open_decoder(self, captured_lanes: int) -> Any:
@@ -170,8 +198,8 @@ class FlashInferBackend(TritonBackend):
                 self._workspace_bytes, "NHD", backend=self._kernel
             )
         begin, end = lanes[0].begin, lanes[-1].end
-        self._prefillers[index].plan(
-            torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32),
+        self._plans.plan(
+            self._prefillers[index], torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32),
             *self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes]),
             self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
             causal=self.causal, sm_scale=self.scale, q_data_type=self.dtype, kv_data_type=self.dtype,

@@ -137,6 +137,39 @@ def test_nothing_is_mapped_where_the_cache_begins(open_cache, layout, name, opti
     check(cache, name, Batch([1, 2, 5], [1, 600, 300], [700, 8200, 300]), 32, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("triton", {}), ("flashinfer", {}), ("flashinfer", {"decode": "triton"})]
+)
+def test_steps_that_nobody_waits_for(open_cache, name, options):
+    """The host is several steps ahead of the device; every step sees its own plan."""
+    cache = open_cache(layout="sliced", dtype=torch.bfloat16, num_layers=2)
+    lens = [900, 5000, 64, 300, 1, 2000, 700, 40]
+    assert cache.step(lens)
+    for side in (cache.k(1), cache.v(1)):
+        for reqid, length in enumerate(lens):
+            side[reqid, :length].normal_()
+    opened = open_backend(name, cache, num_qo_heads=32, **options)
+    reference = open_backend("reference", cache, num_qo_heads=32)
+    batches = [
+        Batch([reqid, (reqid + 3) % 8, (reqid + 5) % 8], q_lens, [lens[(reqid + n) % 8] for n in (0, 3, 5)])
+        for reqid, q_lens in ((0, [1, 60, 2]), (1, [1, 1, 700]), (2, [1, 40, 30]), (5, [1, 1, 1]), (6, [1, 1, 900]))
+    ]
+    batches = [
+        Batch(b.reqids, [min(q, n) for q, n in zip(b.q_lens, b.seq_lens, strict=True)], b.seq_lens) for b in batches
+    ]
+    queries = [torch.randn(batch.total_q, 32, 128, dtype=torch.bfloat16, device=cache.device) for batch in batches]
+    for _ in range(2):  # the first time everything is compiled and loaded
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        found = []
+        for batch, q in zip(batches, queries, strict=True):
+            opened.plan(batch)
+            found.append(opened.run(1, q))
+    for batch, q, out in zip(batches, queries, found, strict=True):
+        reference.plan(batch)
+        torch.testing.assert_close(out.float(), reference.run(1, q).float(), atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("q_lens", [[1, 1, 1], [300, 1, 7]])
 def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens):

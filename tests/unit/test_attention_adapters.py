@@ -109,6 +109,50 @@ def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monke
     assert places[0] == places[1]
 
 
+class PinnedWrapper:
+    """A wrapper whose plans leave from one piece of pinned memory when the device gets there, as FlashInfer's do."""
+
+    def __init__(self, queue):
+        self.queue, self.pinned, self.on_device = queue, None, []
+
+    def plan(self, plan, *, scale):
+        self.pinned = (plan, scale)
+        self.queue.append(lambda: self.on_device.append(self.pinned))
+
+
+class LazyStream:
+    """Does what is queued only when an event is waited for."""
+
+    def __init__(self):
+        self.queue = []
+
+    def record_event(self):
+        stream, end = self, len(self.queue)
+
+        class Event:
+            def synchronize(self):
+                while stream.queue[:end]:
+                    stream.queue.pop(0)()
+
+        return Event()
+
+
+def test_a_plan_leaves_before_the_next_one_overwrites_it(adapter, monkeypatch):
+    if adapter[0] != "flashinfer":
+        return
+    module, stream = sys.modules["slicedkv.attention.flashinfer"], LazyStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    plans = module.WrapperPlans(torch.device("cuda:0"))
+    one, other = PinnedWrapper(stream.queue), PinnedWrapper(stream.queue)
+    plans.plan(one, "a", scale=1)
+    plans.plan(other, "b", scale=1)
+    assert not one.on_device, "wrappers do not wait for each other"
+    plans.plan(one, "c", scale=2)
+    assert one.on_device == [("a", 1)]
+    stream.record_event().synchronize()
+    assert (one.on_device, other.on_device) == ([("a", 1), ("c", 2)], [("b", 1)])
+
+
 def test_wrong_decode_is_named(make_cache, adapter):
     name, _ = adapter
     if name == "flashinfer":

@@ -24,7 +24,7 @@ def serving(monkeypatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.syspath_prepend(BENCH)
     yield importlib.import_module("serving")
-    for name in ("serving", "paged"):
+    for name in ("serving", "paged", "slicedkv.attention.flashinfer"):
         sys.modules.pop(name, None)
 
 
