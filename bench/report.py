@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reporting import FIGURES, PLOTS
+from reporting import FIGURES, HEADLINES, PLOTS
 from reporting.figure import summarise
 from reporting.pages import results_page, with_figures
 from reporting.plots import draw, stale_plots
@@ -36,7 +36,7 @@ def texts(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
     return {
         RESULTS / "summary.json": json.dumps(summary, indent=1) + "\n",
         BENCH / "RESULTS.md": results_page(FIGURES, PLOTS, results, summary),
-        readme: with_figures(readme.read_text(), FIGURES, summary),
+        readme: with_figures(readme.read_text(), [f for f in FIGURES if f.name in HEADLINES], summary),
     }
 
 

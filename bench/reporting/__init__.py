@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from reporting import attention, footprint, mapper, page_size, peers, serving, sharing, swap
 
-__all__ = ["FIGURES", "PLOTS"]
+__all__ = ["FIGURES", "HEADLINES", "PLOTS"]
 
 FIGURES = (
     *mapper.FIGURES,
@@ -19,3 +19,17 @@ FIGURES = (
     *peers.FIGURES,
 )
 PLOTS = (*attention.PLOTS, *footprint.PLOTS, *page_size.PLOTS, *serving.PLOTS, *peers.PLOTS)
+
+HEADLINES = (
+    "footprint.sliced_vs_small_page_max",
+    "footprint.batch_vs_small_page_min",
+    "mapper.stalls_idle_main",
+    "mapper.cold_2gib_ms",
+    "decode.vs_flashinfer_paged_geomean",
+    "prefill.vs_flashinfer_paged_min_32k",
+    "serving.long_vs_paged",
+    "serving.chat_vs_paged",
+    "sharing.first_token_32k",
+    "swap.vs_plain_copy",
+)
+"""The figures that README shows."""
