@@ -19,8 +19,8 @@ FIGURES = (
         ">= 1.15",
         "tokens per second served on requests of arxiv_long_offline, Llama-3-8B, over those with a paged cache",
         most("vs_paged", manager="sliced"),
-        "What differs is the attention of prompts: a step with a chunk of 8,192 tokens took 0.61 s over slices and 0.67 "
-        "s over pages (99th percentile of the time between tokens). Steps that only decode took 13.6 ms with both, and "
+        "What differs is the attention of prompts: a step with a chunk of 8,192 tokens took 0.61 s over slices, 0.67 s "
+        "over pages (99th percentile of the time between tokens). Steps that only decode took 13.6 ms with both, and "
         "products with the weights are the same.",
     ),
     Figure(
