@@ -237,13 +237,12 @@ def _decode_kernel(
 
     With BLOCK_L, at least the number of lanes, parts are of all tokens of all lanes.
     """
-    lane = tl.program_id(0) // num_blocks
+    share = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     first_head = tl.cast(block // ROW_TILES * HEADS, tl.int64)
     k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT)
     v_base = cache_pointer(v_address, ELEMENT, ALIGNMENT)
     if BLOCK_L:
-        share = lane
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
@@ -272,14 +271,14 @@ def _decode_kernel(
             )  # fmt: skip
     else:
         split = tl.program_id(1)
-        slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
+        slot, length = find_slot(reqids, seq_lens, share, max_batch_size, max_seq_len)
         begin, end = part_range(length, split, num_splits, Q_LEN, WINDOW, BLOCK_N)
         if SPLIT and begin >= end:
             return
         _attend_part(
             q, k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head,
             out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,
-            block, lane, length, begin, end, split, num_splits,
+            block, share, length, begin, end, split, num_splits,
             GROUP, Q_LEN, HEADS, HEAD_DIM, NUM_HEADS, BLOCK_M, BLOCK_N, BLOCK_W, BLOCK_L, ROW_TILES,
             WINDOW, SOFT_CAP, SPLIT, HAS_LSE,
         )  # fmt: skip

@@ -32,7 +32,8 @@ def serve(engine, prompts):
     from slicedkv.engine import SamplingParams
 
     found = engine.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
-    assert engine.cache.stats().active_slots == 0
+    held = getattr(engine.scheduler.admission, "held_slots", ())
+    assert engine.cache.stats().active_slots == len(held)
     engine.cache.check_integrity()
     return found
 
@@ -95,17 +96,22 @@ def test_every_backend_gives_the_models_tokens(model, exact, record_property, ba
         check(model, exact, prompts, found)
 
 
-def test_preemption_on_the_gpu(model, exact):
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("prefix_cache", [None, 1.0])
+def test_preemption_on_the_gpu(model, exact, preemption, prefix_cache):
     """Three requests that fill a page each, in memory for three pages: growth takes pages from the youngest."""
     from slicedkv.engine import Engine
 
     random = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 1024, (length,), generator=random).tolist() for length in (125, 120, 60, 135, 20)]
     options = {"max_batch_size": 3, "max_seq_len": 512, "max_tokens_per_step": 64, "memory_limit": 3 * 2 * 2 * MIB}
-    with Engine(model, **options) as engine:
+    with Engine(model, preemption=preemption, prefix_cache=prefix_cache, **options) as engine:
         found = serve(engine, prompts)
         assert engine.scheduler.num_preemptions > 0
-        assert engine.cache.stats().pages_reused > 0
+        assert preemption != "swap" or engine.scheduler.preemptor.num_swaps > 0
+        stats = engine.cache.stats()
+        assert stats.pages_reused > 0
+        assert (stats.swapped_bytes, stats.swaps_in) == (0, engine.scheduler.preemptor.num_swaps)
     check(model, exact, prompts, found)
 
 
