@@ -140,3 +140,14 @@ def open_cache() -> Iterator[Callable[..., tuple[SlicedKVCache, FaultyDriver, Fa
         cache.pool.driver.inner.finish_fences()  # type: ignore[attr-defined]
         cache.check_integrity()
         cache.close()
+
+
+@pytest.fixture
+def serve(make_cache):
+    """Open a cache and serve with a prefix cache over it."""
+    from prefix_serving import Served, options
+
+    def make(pages=100, *, slots=4, limit_pages=1000, budget=64, **more):
+        return Served(make_cache(**options(pages, slots, **more)), limit_pages, budget)
+
+    return make
