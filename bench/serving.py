@@ -145,6 +145,7 @@ class Clock:
         gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
         running = [len(step.seq_lens) for step in self.steps]
         decoding = [step for step in self.steps if step.num_tokens == len(step.seq_lens)]
+        prompts_s = sum(step.seconds for step in self.steps) - sum(step.seconds for step in decoding)
         steps = [step.seconds * 1e3 for step in decoding]
         host = [(step.seconds - step.wait_seconds) * 1e3 for step in decoding]
         (first_p50, first_p99), (gap_p50, gap_p99) = percentiles(firsts, 0.5, 0.99), percentiles(gaps, 0.5, 0.99)
@@ -154,7 +155,8 @@ class Clock:
             "ttft_s_p50": first_p50, "ttft_s_p99": first_p99,
             "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
             "decode_step_ms_p50": step_p50, "decode_step_ms_p999": step_p999, "decode_step_ms_max": max(steps),
-            "decode_step_host_ms_p50": statistics.median(host),
+            "decode_step_host_ms_p50": statistics.median(host), "decode_steps": len(decoding),
+            "prompt_steps": len(self.steps) - len(decoding), "prompt_steps_s": prompts_s,
             "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(self.steps),
             "series": {"batch": thinned(running), "decode_step_ms": thinned(steps)},
         }  # fmt: skip
