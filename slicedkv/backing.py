@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from .errors import DriverError, OutOfPagesError, StateError
+from .errors import DriverError, LostSlotsError, StateError
 from .layout import KVLayout
 from .page_pool import PagePool
 from .placement import Alias, Cut, Growth, Piece, Swap, divide, lay_out
-from .reservation import Reservation
+from .reservation import Reservation, map_runs
 from .segments import Segments
 from .shared_pages import SharedPages
 from .vmm.base import MappedRange, Run
@@ -90,8 +90,8 @@ class Backing:
         ------
         OutOfPagesError, DriverError
             Nothing was mapped, and the pool holds what it held before.
-        StateError
-            Pages to be swapped are in an unknown state, see `unmap`.
+        LostSlotsError
+            What these slots have mapped is unknown, see `unmap`.
         """
         free_before = self.pool.free_pages
         pieces = self._pieces(growths, aliases, swaps)
@@ -99,19 +99,26 @@ class Backing:
         divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
         handles = self.pool.take(planes * sum(d.pages for d in divisions), planes * sum(d.extents for d in divisions))
         segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
+        failure: DriverError | None = None
         try:
             self._exchange([swap.cut for swap in swaps], [*self._alias_runs(aliases), *runs])
-        except BaseException:
-            with self.pool.gate.lock:
-                self.pool.give_back(handles)
-            self.pool.trim(free_before)
-            raise
+        except BaseException as error:
+            if not (isinstance(error, DriverError) and error.left_behind):
+                with self.pool.gate.lock:
+                    self.pool.give_back(handles)
+                self.pool.trim(free_before)
+                raise
+            failure = error
         with self.pool.gate.lock:
             self._note_aliases(aliases)
             for (slot, _), added in zip(growths, segments, strict=False):
                 self._segments[slot].extend(added)
                 self._mapped[slot] += added.pages
             self._note_swaps(swaps, segments[len(growths) :])
+        if failure is not None:
+            slots = sorted({piece.slot for piece in pieces} | {alias.slot for alias in aliases})
+            message = f"reqids {slots} could neither be mapped nor left as they were ({failure})"
+            raise LostSlotsError(f"{message}; out of use until the cache is closed", tuple(slots)) from failure
         return len(handles.extents)
 
     def _pieces(self, growths: Iterable[Growth], aliases: Iterable[Alias], swaps: Iterable[Swap]) -> list[Piece]:
@@ -151,26 +158,12 @@ class Backing:
         """Unmap cuts and map runs; on failure the cuts are mapped as before."""
         self._unmap(cuts)
         try:
-            self._map(runs)
+            map_runs(self.pool.driver, runs, self.pool.page_bytes)
         except BaseException as error:
+            if isinstance(error, DriverError) and error.left_behind:
+                raise
             self._map_back(cuts, [again for cut in cuts for _, again in self._ranges(cut)], error)
             raise
-
-    def _map(self, runs: Sequence[Run]) -> None:
-        """Map runs; when the driver is short of memory for it, ask its other users once to make room."""
-        driver = self.pool.driver
-        try:
-            try:
-                driver.map_batch(runs)
-            except DriverError as error:
-                if not error.out_of_memory or not driver.relieve_pressure():
-                    raise
-                driver.map_batch(runs)
-        except DriverError as error:
-            if not error.out_of_memory:
-                raise
-            pages = sum(len(run.handles) * run.handle_bytes for run in runs) // self.pool.page_bytes
-            raise OutOfPagesError(f"mapping {pages} pages: {error}", requested=pages, available=0) from error
 
     # --- unmapping ------------------------------------------------------------------------------------------------
 
@@ -245,8 +238,9 @@ class Backing:
             self.pool.driver.map_batch([run for again in runs for run in again])
         except DriverError as second:
             places = ", ".join(f"reqid {cut.slot}: pages [{cut.first_page}, {cut.end_page})" for cut in cuts)
-            raise StateError(
-                f"{places} could neither be unmapped nor mapped back ({second}); out of use until the cache is closed"
+            raise LostSlotsError(
+                f"{places} could neither be unmapped nor mapped back ({second}); out of use until the cache is closed",
+                tuple(cut.slot for cut in cuts),
             ) from error
 
     def _ranges(self, cut: Cut) -> Iterator[tuple[MappedRange, list[Run]]]:

@@ -26,6 +26,22 @@ class StateError(SlicedKVError, RuntimeError):
     """The call is legal, but not now: closed cache, unknown or idle reqid, forked child, a wait ran out."""
 
 
+class LostSlotsError(StateError):
+    """The driver failed twice, in changing what slots have mapped and in undoing it: they are out of use.
+
+    Attributes
+    ----------
+    slots : tuple of int
+    """
+
+    def __init__(self, message: str, slots: tuple[int, ...]) -> None:
+        super().__init__(message, slots)
+        self.slots = slots
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class CapacityError(SlicedKVError, MemoryError):
     """Something countable ran out.
 
@@ -69,6 +85,8 @@ class DriverError(SlicedKVError, RuntimeError):
         The code's symbolic name, such as "CUDA_ERROR_OUT_OF_MEMORY" or "ENOMEM".
     completed : int
         For a batch that cannot be undone (unmap): how many of its items were done before the failure.
+    left_behind : bool
+        Undoing a batch (map) failed as well: some of it is still there, and nobody knows which.
     """
 
     def __init__(self, op: str, code: int, name: str, hint: str = "") -> None:
@@ -79,6 +97,7 @@ class DriverError(SlicedKVError, RuntimeError):
         self.name = name
         self.hint = hint
         self.completed = 0
+        self.left_behind = False
 
     @property
     def out_of_memory(self) -> bool:
@@ -86,7 +105,8 @@ class DriverError(SlicedKVError, RuntimeError):
         return self.name in {"CUDA_ERROR_OUT_OF_MEMORY", "ENOMEM", "ENOSPC"}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.op, self.code, self.name, self.hint), {"completed": self.completed}
+        state = {"completed": self.completed, "left_behind": self.left_behind}
+        return type(self), (self.op, self.code, self.name, self.hint), state
 
 
 def _rebuild_capacity(kind: type[CapacityError], message: str, requested: int, available: int) -> CapacityError:

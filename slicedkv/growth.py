@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .backing import Alias, Growth, Swap
-from .errors import OutOfPagesError, StateError
+from .errors import LostSlotsError, OutOfPagesError
 from .reclaim import take_back
 from .state import CacheState
 
@@ -32,15 +32,17 @@ def grow_slots(
     ------
     OutOfPagesError, DriverError
         Nothing changed.
-    StateError
-        Slots whose pages were to be swapped are lost.
+    LostSlotsError
+        What these slots have mapped is unknown; they are out of use.
     """
     try:
         extents = state.backing.grow(growths, aliases, swaps)
-    except StateError:
+    except LostSlotsError as error:
         with state.gate.lock:
-            for swap in swaps:
-                state.lose(swap.cut.slot)
+            for slot in error.slots:
+                state.lose(slot)
+            for alias in aliases:  # its pages may be mapped in the lost slot too
+                state.note_shared(alias.source)
         raise
     with state.gate.lock:
         pages = 0

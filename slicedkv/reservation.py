@@ -10,9 +10,10 @@ import os
 import weakref
 from collections.abc import Sequence
 
+from .errors import DriverError, OutOfPagesError
 from .vmm.base import Driver, MappedRange, Run
 
-__all__ = ["Reservation"]
+__all__ = ["Reservation", "map_runs"]
 
 
 class Reservation:
@@ -49,6 +50,28 @@ class Reservation:
     def mapped_range(self, slot: int, first_page: int, end_page: int) -> MappedRange:
         """The range of pages ``[first_page, end_page)`` of a slot."""
         return MappedRange(self.page_address(slot, first_page), (end_page - first_page) * self.page_bytes)
+
+
+def map_runs(driver: Driver, runs: Sequence[Run], page_bytes: int) -> None:
+    """Map runs, of any planes; when the driver is short of memory for it, ask its other users once to make room.
+
+    Raises
+    ------
+    OutOfPagesError, DriverError
+        Nothing was mapped, unless the latter says `left_behind`.
+    """
+    try:
+        try:
+            driver.map_batch(runs)
+        except DriverError as error:
+            if error.left_behind or not error.out_of_memory or not driver.relieve_pressure():
+                raise
+            driver.map_batch(runs)
+    except DriverError as error:
+        if error.left_behind or not error.out_of_memory:
+            raise
+        pages = sum(len(run.handles) * run.handle_bytes for run in runs) // page_bytes
+        raise OutOfPagesError(f"mapping {pages} pages: {error}", requested=pages, available=0) from error
 
 
 def _free(driver: Driver, address: int, num_bytes: int, owner_pid: int) -> None:

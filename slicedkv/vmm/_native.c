@@ -17,6 +17,7 @@
 #include <time.h>
 
 enum { CU_NOT_READY = 600 };           /* CUDA_ERROR_NOT_READY, see CUresult in the CUDA driver API */
+enum { LEFT_BEHIND = -1 };             /* of items done: those that were could not be undone, see strict.py */
 static const long RETRY_NANOS = 200000; /* between two tries of a call that was not ready */
 
 typedef struct { Py_ssize_t done; int code; const char *op; } outcome;
@@ -136,6 +137,7 @@ static int cuda_grant(const cuda_calls *cuda, uint64_t address, uint64_t size) {
 static outcome cuda_map_all(const cuda_calls *cuda, const uint64_t *addresses, const uint64_t *handles,
                             const uint64_t *sizes, Py_ssize_t count) {
     outcome end = {0, 0, "map"};
+    int left_behind = 0;
     for (; end.done < count; end.done++) {
         Py_ssize_t i = end.done;
         end.code = cuda->map(addresses[i], (size_t)sizes[i], 0, handles[i], 0);
@@ -143,12 +145,13 @@ static outcome cuda_map_all(const cuda_calls *cuda, const uint64_t *addresses, c
         end.code = cuda_grant(cuda, addresses[i], sizes[i]);
         if (end.code) {
             end.op = "set_access";
-            cuda->unmap(addresses[i], (size_t)sizes[i]);
+            left_behind = cuda->unmap(addresses[i], (size_t)sizes[i]);
             break;
         }
     }
-    if (end.code) /* nothing can be done about a failure to undo; the first failure is the one to tell */
-        for (Py_ssize_t i = end.done; i-- > 0;) cuda->unmap(addresses[i], (size_t)sizes[i]);
+    if (end.code) /* the first failure is the one to tell; of one to undo it is only told that there was one */
+        for (Py_ssize_t i = end.done; i-- > 0;) left_behind |= cuda->unmap(addresses[i], (size_t)sizes[i]);
+    if (left_behind) end.done = LEFT_BEHIND;
     return end;
 }
 

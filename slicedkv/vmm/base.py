@@ -131,15 +131,19 @@ class Driver(ABC):
             raise failure
 
     def map_batch(self, runs: Sequence[Run]) -> None:
-        """Map several runs. All or nothing."""
+        """Map several runs. All or nothing, but where an error says `left_behind`."""
         done: list[Run] = []
         try:
             for run in runs:
                 self.map_run(run.address, run.handles, run.handle_bytes)
                 done.append(run)
-        except BaseException:
+        except BaseException as error:
             for run in reversed(done):
-                self.unmap_run(run.address, len(run.handles) * run.handle_bytes)
+                try:
+                    self.unmap_run(run.address, len(run.handles) * run.handle_bytes)
+                except DriverError:
+                    if isinstance(error, DriverError):
+                        error.left_behind = True
             raise
 
     def unmap_batch(self, ranges: Sequence[MappedRange]) -> None:

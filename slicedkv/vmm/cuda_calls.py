@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .ledger import Mappings
-from .strict import Outcome
+from .strict import LEFT_BEHIND, Outcome
 
 __all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls", "access_descriptor", "allocation_properties"]
 
@@ -65,33 +65,36 @@ class PythonCalls:
 
     def map(self, mappings: Mappings) -> Outcome:
         """Map everything, or nothing; also when interrupted by an exception."""
-        done, complete = 0, False
+        done, code, op = 0, 0, ""
+        complete = False
         try:
             for address, handle, size in zip(*mappings, strict=True):
-                code, op = self._map_one(address, handle, size)
+                mapped, code, op = self._map_one(address, handle, size)
+                done += mapped
                 if code:
-                    return 0, code, op
-                done += 1
-            complete = True
+                    break
+            complete = not code
         finally:
-            if not complete:
-                for index in reversed(range(done)):
-                    self._api.cuMemUnmap(mappings.addresses[index], mappings.sizes[index])
-        return done, 0, ""
+            undone = complete or self._undo(mappings, done)
+        return (done if undone else LEFT_BEHIND), code, op
 
-    def _map_one(self, address: int, handle: int, size: int) -> tuple[int, str]:
-        """Map one handle and grant access, or neither; return the code and the verb that failed."""
+    def _undo(self, mappings: Mappings, count: int) -> bool:
+        """Unmap the first mappings; False when one failed."""
+        backwards = reversed(list(zip(mappings.addresses[:count], mappings.sizes[:count], strict=True)))
+        codes = [int(self._api.cuMemUnmap(address, size)[0]) for address, size in backwards]
+        return not any(codes)
+
+    def _map_one(self, address: int, handle: int, size: int) -> Outcome:
+        """Map one handle and grant access; mapped without access it counts as done, to be undone."""
         code = int(self._api.cuMemMap(address, size, 0, handle, 0)[0])
         if code:
-            return code, "map"
+            return 0, code, "map"
         for left in reversed(range(ACCESS_TRIES)):
             code = int(self._api.cuMemSetAccess(address, size, [self._access], 1)[0])
             if code != _NOT_READY or not left:
                 break
             time.sleep(RETRY_S)  # under load the driver may say so for a moment
-        if code:
-            self._api.cuMemUnmap(address, size)
-        return code, "set_access"
+        return 1, code, "set_access" if code else ""
 
     def unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
         """Unmap range after range until done or failed."""

@@ -17,10 +17,13 @@ from ..errors import DriverError, StateError
 from .base import Driver, MappedRange, Run
 from .ledger import Ledger, Mappings
 
-__all__ = ["Outcome", "StrictDriver"]
+__all__ = ["LEFT_BEHIND", "Outcome", "StrictDriver"]
 
 Outcome = tuple[int, int, str]
 """How far a primitive came: items done, the code of the failure that stopped it (0: none), and the verb that failed."""
+
+LEFT_BEHIND = -1
+"""Items done when a failed primitive could not undo those that were."""
 
 
 class StrictDriver(Driver):
@@ -60,7 +63,7 @@ class StrictDriver(Driver):
 
     @abstractmethod
     def _map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; also when interrupted by an exception."""
+        """Map everything, or nothing; also when interrupted by an exception. `LEFT_BEHIND` done: undoing failed."""
 
     @abstractmethod
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
@@ -146,12 +149,16 @@ class StrictDriver(Driver):
         with self._ledger.lock:
             mappings = self._ledger.claim(runs)
             try:
-                _, code, op = self._map(mappings)
-                if code:
-                    raise self._error(op, code)
+                done, code, op = self._map(mappings)
             except BaseException:
                 self._ledger.unclaim(runs)
                 raise
+            if code:
+                error = self._error(op, code)
+                error.left_behind = done == LEFT_BEHIND
+                if not error.left_behind:  # else nobody may map there, or release these handles
+                    self._ledger.unclaim(runs)
+                raise error
 
     def unmap_batch(self, ranges: Sequence[MappedRange]) -> None:
         self._enter()

@@ -113,6 +113,48 @@ def test_a_slot_whose_mapping_is_unknown_is_never_handed_out(open_faulty: Open) 
     cache.close()
 
 
+@pytest.mark.parametrize("name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
+@pytest.mark.parametrize("grown_before", [False, True])
+def test_slots_that_can_be_neither_mapped_nor_left_as_they_were_are_lost(
+    open_faulty: Open, name: str, grown_before: bool
+) -> None:
+    cache, driver = open_faulty(extent_pages=1, lookahead_tokens=0)
+    other, reqid = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({other: 50, reqid: 20 if grown_before else 0})
+    pages = cache.pages_needed({reqid: 200}) // cache.layout.num_planes
+    driver.fail("map", at=pages + 1, name=name)  # K is mapped, V is not
+    driver.fail("unmap")
+    with pytest.raises(
+        StateError, match=rf"reqids \[{reqid}\] could neither be mapped nor left as they were .* out of use"
+    ):
+        cache.step({reqid: 200})
+    driver.heal()
+    assert cache.stats().active_slots == 1
+    with pytest.raises(StateError, match=f"reqid {reqid} is not active"):
+        cache.step({reqid: 10})
+    cache.check_integrity()
+    assert cache.step({other: 300})
+    assert reqid not in [cache.alloc_reqid() for _ in range(6)]
+    cache.free_reqid(other)
+    cache.trim()
+    cache.check_integrity()
+
+
+def test_the_mapper_loses_no_more_than_the_slot(open_faulty: Open) -> None:
+    cache, driver = open_faulty(extent_pages=1, mapper="background")
+    other, reqid = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({other: 50})
+    pages = cache.pages_needed({reqid: 200}) // cache.layout.num_planes
+    driver.fail("map", at=pages + 1)
+    driver.fail("unmap")
+    cache.prefetch(reqid, 200)
+    wait_until(lambda: cache.stats().active_slots == 1)
+    driver.heal()
+    with pytest.raises(StateError, match="could neither be mapped nor left"):
+        cache.step({other: 60})
+    assert cache.step({other: 300})
+
+
 def test_one_out_of_memory_is_survived(open_faulty: Open) -> None:
     cache, driver = open_faulty(mapper="sync")
     reqid = cache.alloc_reqid()

@@ -123,6 +123,16 @@ def test_a_failed_map_is_undone_last_first(recorder: Recorder, failing: str, at:
     assert recorder.named("unmap") == [(address, address // 100) for address in reversed(mapped)]
 
 
+@pytest.mark.parametrize("failing", ["map", "access"])
+@pytest.mark.parametrize("nth", range(2))
+def test_a_map_that_cannot_be_undone_says_so(recorder: Recorder, failing: str, nth: int) -> None:
+    recorder.scripts[failing] = [0, 0, 2]
+    recorder.scripts["unmap"] = [0] * nth + [1]
+    op = {"map": "map", "access": "set_access"}[failing]
+    assert recorder.map([1000, 2000, 3000], [1, 2, 3], [10, 20, 30]) == (-1, 2, op)
+    assert len(recorder.named("unmap")) == 2 + (failing == "access"), "the others are undone all the same"
+
+
 def test_not_ready_is_tried_again(recorder: Recorder) -> None:
     recorder.scripts["access"] = [0, NOT_READY, NOT_READY, NOT_READY, 0]
     assert recorder.map([1000, 2000], [1, 2], [10, 10]) == (2, 0, "")

@@ -120,6 +120,23 @@ def test_slots_that_can_be_neither_copied_nor_restored_are_lost(rig: Rig) -> Non
     cache.close()
 
 
+def test_a_sharer_that_can_be_neither_mapped_nor_left_as_it_was_is_lost(rig: Rig) -> None:
+    cache = rig.open(**QUIET)
+    source, target = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: SHARED})
+    pages = cache.shareable_pages(source, SHARED) // cache.layout.num_planes
+    rig.driver.fail("map", at=pages + 1)  # K is shared, V is not
+    rig.driver.fail("unmap")
+    with pytest.raises(StateError, match=rf"reqids \[{target}\] could neither be mapped nor left"):
+        cache.share_prefix(source, target, SHARED)
+    rig.driver.heal()
+    assert cache.stats().active_slots == 1
+    cache.check_integrity()
+    (fork,) = cache.fork(source)
+    assert cache.step({source: SHARED + 1, fork: SHARED + 1})
+    cache.close()
+
+
 def test_a_fork_into_a_slot_that_is_lost_gives_the_others_back(rig: Rig) -> None:
     cache = rig.open(max_batch_size=3, **QUIET)
     source, *targets = (cache.alloc_reqid() for _ in range(3))

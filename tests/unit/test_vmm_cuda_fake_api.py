@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -240,6 +242,28 @@ class TestMemoryCalls:
         driver.unmap_batch([MappedRange(base, 2 * PAGE), MappedRange(base + 8 * PAGE, 3 * PAGE)])
         driver.release_batch(handles)
         assert not api.handles
+
+    @pytest.mark.parametrize(("call", "op"), [("cuMemMap", "map"), ("cuMemSetAccess", "set_access")])
+    def test_what_a_failed_map_leaves_behind_is_nobodys(
+        self, open_fake_cuda: Open, loops: str, call: str, op: str
+    ) -> None:
+        driver, api = open_fake_cuda(loops=loops)
+        base, handles = driver.reserve(16 * PAGE), driver.create_batch(PAGE, 3)
+        api.scripted[call] = [0, 0, 2]
+        api.scripted["cuMemUnmap"] = [999]
+        with pytest.raises(DriverError) as caught:
+            driver.map_run(base, handles, PAGE)
+        assert (caught.value.op, caught.value.left_behind) == (op, True)
+        assert pickle.loads(pickle.dumps(caught.value)).left_behind
+        assert len(api.mappings) == 1
+        with pytest.raises(DriverError, match="mapped already"):
+            driver.map_run(base, driver.create_batch(PAGE, 1), PAGE)
+        with pytest.raises(DriverError, match="still mapped"):
+            driver.release(handles[0])
+        for page in range(3):
+            with suppress(DriverError):
+                driver.unmap_run(base + page * PAGE, PAGE)
+        assert not api.mappings
 
     @pytest.mark.parametrize("at", range(4))
     def test_every_failure_of_create_is_undone(self, open_fake_cuda: Open, loops: str, at: int) -> None:
