@@ -150,13 +150,11 @@ def test_steps_that_nobody_waits_for(open_cache, name, options):
             side[reqid, :length].normal_()
     opened = open_backend(name, cache, num_qo_heads=32, **options)
     reference = open_backend("reference", cache, num_qo_heads=32)
-    batches = [
-        Batch([reqid, (reqid + 3) % 8, (reqid + 5) % 8], q_lens, [lens[(reqid + n) % 8] for n in (0, 3, 5)])
-        for reqid, q_lens in ((0, [1, 60, 2]), (1, [1, 1, 700]), (2, [1, 40, 30]), (5, [1, 1, 1]), (6, [1, 1, 900]))
-    ]
-    batches = [
-        Batch(b.reqids, [min(q, n) for q, n in zip(b.q_lens, b.seq_lens, strict=True)], b.seq_lens) for b in batches
-    ]
+    batches = []
+    for first, wanted in ((0, (1, 60, 2)), (1, (1, 1, 700)), (2, (1, 40, 30)), (5, (1, 1, 1)), (6, (1, 1, 900))):
+        reqids = [first, (first + 3) % 8, (first + 5) % 8]
+        seq_lens = [lens[reqid] for reqid in reqids]
+        batches.append(Batch(reqids, [min(pair) for pair in zip(wanted, seq_lens, strict=True)], seq_lens))
     queries = [torch.randn(batch.total_q, 32, 128, dtype=torch.bfloat16, device=cache.device) for batch in batches]
     for _ in range(2):  # the first time everything is compiled and loaded
         torch.cuda.synchronize()
