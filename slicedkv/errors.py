@@ -7,6 +7,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "DriverError",
+    "LostSlotsError",
     "OutOfPagesError",
     "OutOfSlotsError",
     "SlicedKVError",

@@ -51,6 +51,9 @@ def grow_slots(
             if reason == "eager" and not state.slots.is_active(slot):
                 state.eager[slot] = state.eager.get(slot, 0) + added
             state.note_mapped(slot)
+        for alias in aliases:  # also when what follows fails
+            state.note_shared(alias.slot)
+            state.note_shared(alias.source)
         counters, name = state.counters, f"pages_{reason}"
         setattr(counters, name, getattr(counters, name) + pages * state.layout.num_planes)
         counters.extents_mapped += extents

@@ -25,6 +25,7 @@ __all__ = ["HostPool", "HostSpan"]
 _CHUNK_BYTES = 256 << 20
 _FENCE_TIMEOUT_S = 4.0
 _SLOWEST_BYTES_PER_S = 1e8
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which the mmap module lacks; see madvise(2), Linux 4.14
 
 
 class HostSpan:
@@ -236,7 +237,10 @@ class _Chunk:
         self.free = Intervals([(0, num_bytes)])
         self.pinned = False
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        try:  # a forked child keeps the addresses, which it unmaps when it drops the chunk
+            self._memory.madvise(_WIPE_ON_FORK)
+        except OSError:  # a kernel that does not know it: there they may be somebody else's in the child
+            self._memory.madvise(mmap.MADV_DONTFORK)
         with suppress(OSError):  # a kernel without huge pages; pinning only takes longer
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

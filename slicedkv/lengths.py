@@ -100,6 +100,7 @@ class LengthTable:
         self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
         self.shared, self._last = (array("q", bytes(8 * num_slots)) for _ in range(2))
         self.sharers: set[int] = set()
+        self.ended: set[int] = set()  # slots reset since a step with growth began
         self._level = True  # no request is shorter than it was: `touched` holds the last lengths
         self._zeros = torch.zeros(num_slots, dtype=torch.int64)
         self._clamped = torch.zeros(num_slots, dtype=torch.int64)
@@ -188,6 +189,7 @@ class LengthTable:
         """Forget a slot's request."""
         self.touched[slot] = self.backed[slot] = self.trigger[slot] = self._last[slot] = 0
         self.share(slot, 0)
+        self.ended.add(slot)
 
     def reset_all(self) -> None:
         """Forget all requests, so that no length counts as mapped."""

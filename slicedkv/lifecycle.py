@@ -137,6 +137,8 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
     try:
         state.min_share_pages = _min_share_pages(config, pool)
         with pool.gate.work("opening a cache"):
+            if pool.shares.ended:
+                raise StateError("the pool ended with its last cache; open a new one")
             claim_share(state)
     except BaseException:
         if owned:
@@ -202,6 +204,7 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
         with state.gate.lock:
             shares.leave(state)
         if shares.own_pool and not shares.members:
+            shares.ended = True
             state.pool.trim()
             state.pool.driver.close()
         state.closed = True

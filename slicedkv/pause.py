@@ -128,15 +128,19 @@ class Pauser:
     def _restore(self, rows: Rows) -> None:
         """Map pages behind slots again and copy their rows in; all or nothing."""
         state, free_before = self._state, self._state.pool.free_pages
-        growths = tuple(Growth(slot, state.layout.pages_for(seq_len)) for slot, _, seq_len in rows if seq_len)
-        if not growths:
+        lens = {slot: seq_len for slot, _, seq_len in rows if seq_len}
+        if not lens:
             return
-        grow_now(state, growths)
+        # A restore that failed may have left pages there.
+        missing = {slot: state.layout.pages_for(seq_len) - state.backing.mapped(slot) for slot, seq_len in lens.items()}
+        growths = tuple(Growth(slot, pages) for slot, pages in missing.items() if pages > 0)
+        if growths:
+            grow_now(state, growths)
         try:
             self._mover.copy_in(rows)
         except BaseException:
             state.pool.driver.synchronize()  # zeroing may be under way
-            self._unmap([slot for slot, _ in growths])
+            self._unmap(list(lens))
             state.pool.trim(free_before)
             raise
 

@@ -34,6 +34,7 @@ class Shares:
 
     def __init__(self) -> None:
         self.own_pool = False
+        self.ended = False
         self._members: list[weakref.ref[CacheState]] = []
 
     @property

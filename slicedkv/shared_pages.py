@@ -8,7 +8,7 @@ neither lengths, states nor drivers. Call with the gate's lock held.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 
 from .errors import StateError
@@ -103,12 +103,13 @@ class SharedPages:
         """Segments at the start of a slot among which all shared ones are."""
         return self._tighten(slot) if self.alias_pages else 0
 
-    def holders(self, swaps: Iterable[Swap]) -> dict[int, int]:
+    def holders(self, swaps: Iterable[Swap], lost: Container[int] = ()) -> dict[int, int]:
         """Of each handle of the first plane that was replaced, a slot that still has it, at the same pages."""
         replaced = {handle for swap in swaps for handle in swap.cut.segments.handles[:: self._planes]}
         return {
             handle: slot
             for slot, segments in enumerate(self._segments)
+            if slot not in lost
             for handle in replaced.intersection(segments.handles[:: self._planes])
         }
 

@@ -107,6 +107,7 @@ class Stepper:
             with state.gate.lock:
                 growths = self.growths(lens)
                 state.claims = self._claims(lens)
+                state.lengths.ended.clear()
             begun = time.perf_counter()
             try:
                 swaps = self._copy_on_write.make_way(lens, growths)
@@ -127,8 +128,15 @@ class Stepper:
                 state.counters.critical_map_us += (finished - begun) * 1e6
                 state.counters.last_step = record
                 if ok:
-                    self._settle(lens, record)
+                    self._settle(self._without_ended(lens), record)
         return ok
+
+    def _without_ended(self, lens: torch.Tensor) -> torch.Tensor:
+        """Lengths without those of requests that ended meanwhile: their slots are idle, or a new one's. Lock held."""
+        if ended := self._state.lengths.ended:
+            lens = lens.clone()
+            lens[list(ended)] = 0
+        return lens
 
     def _note_late(self, growths: tuple[Growth, ...]) -> None:
         """Widen lookahead when a request that was decoding had to wait for a page. Lock held."""

@@ -8,13 +8,14 @@ keeps, then one to its new length. The length that `share_prefix` or `fork` gave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 
 from .backing import Growth, Swap
 from .copying import Copier
+from .errors import LostSlotsError
 from .growth import new_pages
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state import CacheState
@@ -45,8 +46,9 @@ class CopyOnWrite:
             writes.append((slot, *state.layout.page_span(min(state.lengths.last(slot), length), end)))
         if not writes:
             return []
-        shared = state.backing.shared
-        return shared.swaps(writes, {} if count_idle else shared.mappings(state.slots.idle))
+        # What a lost slot has mapped nobody reads any more.
+        shared, ignored = state.backing.shared, state.slots.lost if count_idle else state.slots.lost | state.slots.idle
+        return shared.swaps(writes, shared.mappings(ignored))
 
     def make_way(self, lens: torch.Tensor, growths: Sequence[Growth]) -> list[Swap]:
         """*token* Return what a step must replace, when nothing on the device uses it any more.
@@ -80,11 +82,26 @@ class CopyOnWrite:
         """*token* Queue copies of what was replaced, from another slot that still has it mapped."""
         if not swaps:
             return
-        state, page_bytes = self._state, self._state.layout.page_bytes
+        state = self._state
         with state.gate.lock:
-            holders = state.backing.shared.holders(swaps)
+            holders = state.backing.shared.holders(swaps, state.slots.lost)
             for slot in {swap.cut.slot for swap in swaps}:
                 state.note_shared(slot)
+        try:
+            self._copy(swaps, holders)
+        except BaseException as error:
+            slots = tuple(sorted({swap.cut.slot for swap in swaps}))
+            with state.gate.lock:
+                for slot in slots:
+                    state.lose(slot)
+            if not isinstance(error, Exception):
+                raise
+            message = f"reqids {list(slots)} have pages of their own, but not what they held ({error})"
+            raise LostSlotsError(f"{message}; out of use until the cache is closed", slots) from error
+
+    def _copy(self, swaps: Sequence[Swap], holders: Mapping[int, int]) -> None:
+        """*token* Queue the copies; `holders` has a source for every handle that was replaced."""
+        page_bytes = self._state.layout.page_bytes
         for cut, _ in swaps:
             page = cut.first_page
             sources = [holders[handle] for handle in cut.segments.handles[:: cut.segments.planes]]

@@ -17,7 +17,6 @@
 #include <time.h>
 
 enum { CU_NOT_READY = 600 };           /* CUDA_ERROR_NOT_READY, see CUresult in the CUDA driver API */
-enum { LEFT_BEHIND = -1 };             /* of items done: those that were could not be undone, see strict.py */
 static const long RETRY_NANOS = 200000; /* between two tries of a call that was not ready */
 
 typedef struct { Py_ssize_t done; int code; const char *op; } outcome;
@@ -137,7 +136,6 @@ static int cuda_grant(const cuda_calls *cuda, uint64_t address, uint64_t size) {
 static outcome cuda_map_all(const cuda_calls *cuda, const uint64_t *addresses, const uint64_t *handles,
                             const uint64_t *sizes, Py_ssize_t count) {
     outcome end = {0, 0, "map"};
-    int left_behind = 0;
     for (; end.done < count; end.done++) {
         Py_ssize_t i = end.done;
         end.code = cuda->map(addresses[i], (size_t)sizes[i], 0, handles[i], 0);
@@ -145,13 +143,12 @@ static outcome cuda_map_all(const cuda_calls *cuda, const uint64_t *addresses, c
         end.code = cuda_grant(cuda, addresses[i], sizes[i]);
         if (end.code) {
             end.op = "set_access";
-            left_behind = cuda->unmap(addresses[i], (size_t)sizes[i]);
+            end.done++;
             break;
         }
     }
     if (end.code) /* the first failure is the one to tell; of one to undo it is only told that there was one */
-        for (Py_ssize_t i = end.done; i-- > 0;) left_behind |= cuda->unmap(addresses[i], (size_t)sizes[i]);
-    if (left_behind) end.done = LEFT_BEHIND;
+        while (end.done > 0 && !cuda->unmap(addresses[end.done - 1], (size_t)sizes[end.done - 1])) end.done--;
     return end;
 }
 
@@ -244,7 +241,7 @@ static outcome host_map_all(int file, const uint64_t *addresses, const uint64_t 
                         MAP_SHARED | MAP_FIXED, file, (off_t)offsets[i]);
         if (at != MAP_FAILED) continue;
         end.code = errno;
-        while (i-- > 0) host_cover(addresses[i], sizes[i]);
+        while (end.done > 0 && !host_cover(addresses[end.done - 1], sizes[end.done - 1])) end.done--;
         break;
     }
     return end;

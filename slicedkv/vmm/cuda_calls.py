@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .ledger import Mappings
-from .strict import LEFT_BEHIND, Outcome
+from .strict import Outcome
 
 __all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls", "access_descriptor", "allocation_properties"]
 
@@ -65,24 +65,19 @@ class PythonCalls:
 
     def map(self, mappings: Mappings) -> Outcome:
         """Map everything, or nothing; also when interrupted by an exception."""
-        done, code, op = 0, 0, ""
-        complete = False
-        try:
-            for address, handle, size in zip(*mappings, strict=True):
-                mapped, code, op = self._map_one(address, handle, size)
-                done += mapped
-                if code:
-                    break
-            complete = not code
-        finally:
-            undone = complete or self._undo(mappings, done)
-        return (done if undone else LEFT_BEHIND), code, op
+        done = 0
+        for address, handle, size in zip(*mappings, strict=True):
+            mapped, code, op = self._map_one(address, handle, size)
+            done += mapped
+            if code:
+                return self._undo(mappings, done), code, op
+        return done, 0, ""
 
-    def _undo(self, mappings: Mappings, count: int) -> bool:
-        """Unmap the first mappings; False when one failed."""
-        backwards = reversed(list(zip(mappings.addresses[:count], mappings.sizes[:count], strict=True)))
-        codes = [int(self._api.cuMemUnmap(address, size)[0]) for address, size in backwards]
-        return not any(codes)
+    def _undo(self, mappings: Mappings, count: int) -> int:
+        """Unmap the first mappings, the last of them first; return how many are left because one failed."""
+        while count and not int(self._api.cuMemUnmap(mappings.addresses[count - 1], mappings.sizes[count - 1])[0]):
+            count -= 1
+        return count
 
     def _map_one(self, address: int, handle: int, size: int) -> Outcome:
         """Map one handle and grant access; mapped without access it counts as done, to be undone."""

@@ -133,21 +133,14 @@ class HostDriver(StrictDriver):
         self._areas.spend(_new_areas(mappings))
         if self._native is not None:
             return _outcome(self._native.host_map(self._file, *mappings))
-        done = 0
-        code = errno.EINTR
-        try:
-            for address, offset, size in zip(*mappings, strict=True):
-                protection = mmap.PROT_READ | mmap.PROT_WRITE
-                if _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, self._file, offset) is None:
-                    code = ctypes.get_errno()
-                    return 0, code, "map"
-                done += 1
-            code = 0
-        finally:
-            if code:  # also after an exception, such as an interrupt from the keyboard
-                for index in reversed(range(done)):
-                    _cover(mappings.addresses[index], mappings.sizes[index])
-        return done, 0, ""
+        for done, (address, offset, size) in enumerate(zip(*mappings, strict=True)):
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            if _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, self._file, offset) is None:
+                code = ctypes.get_errno()
+                while done and not _cover(mappings.addresses[done - 1], mappings.sizes[done - 1]):
+                    done -= 1
+                return done, code, "map"
+        return len(mappings.addresses), 0, ""
 
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
         self._areas.note(2 * len(addresses))  # cutting one area in the middle leaves three

@@ -216,6 +216,12 @@ class Ledger:
                 del self._uses[handle]
         return Struck(mapped, address, end, handles)
 
+    def columns(self, struck: Iterable[Struck]) -> Mappings:
+        """What `strike` forgot, as columns for the driver call."""
+        pairs = [pair for _, _, _, handles in struck for pair in handles]
+        sizes = array("Q", [self._sizes[handle] for _, handle in pairs])
+        return Mappings(array("Q", [at for at, _ in pairs]), array("Q", [handle for _, handle in pairs]), sizes)
+
     def restore(self, struck: Iterable[Struck]) -> None:
         """Take back what `strike` forgot."""
         for mapped, address, end, handles in struck:

@@ -17,13 +17,10 @@ from ..errors import DriverError, StateError
 from .base import Driver, MappedRange, Run
 from .ledger import Ledger, Mappings
 
-__all__ = ["LEFT_BEHIND", "Outcome", "StrictDriver"]
+__all__ = ["Outcome", "StrictDriver"]
 
 Outcome = tuple[int, int, str]
 """How far a primitive came: items done, the code of the failure that stopped it (0: none), and the verb that failed."""
-
-LEFT_BEHIND = -1
-"""Items done when a failed primitive could not undo those that were."""
 
 
 class StrictDriver(Driver):
@@ -63,7 +60,10 @@ class StrictDriver(Driver):
 
     @abstractmethod
     def _map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; also when interrupted by an exception. `LEFT_BEHIND` done: undoing failed."""
+        """Map everything, or nothing; also when interrupted by an exception.
+
+        On failure `done` are still mapped, the first ones, because undoing them failed too.
+        """
 
     @abstractmethod
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
@@ -149,16 +149,23 @@ class StrictDriver(Driver):
         with self._ledger.lock:
             mappings = self._ledger.claim(runs)
             try:
-                done, code, op = self._map(mappings)
-            except BaseException:
+                left, code, op = self._map(mappings)
+            except BaseException:  # perhaps on the way back from a batch that was done: nobody knows what is mapped
+                self._unmap_each(mappings)
                 self._ledger.unclaim(runs)
                 raise
             if code:
+                # What is left is still mapped: nobody may map there, or release these handles.
+                ends = zip(mappings.addresses[left:], mappings.sizes[left:], strict=True)
+                self._ledger.strike([MappedRange(*end) for end in ends])
                 error = self._error(op, code)
-                error.left_behind = done == LEFT_BEHIND
-                if not error.left_behind:  # else nobody may map there, or release these handles
-                    self._ledger.unclaim(runs)
+                error.left_behind = left > 0
                 raise error
+
+    def _unmap_each(self, mappings: Mappings) -> None:
+        """Unmap whatever is mapped of these."""
+        for nth in reversed(range(len(mappings.addresses))):
+            self._unmap(mappings.addresses[nth : nth + 1], mappings.sizes[nth : nth + 1])
 
     def unmap_batch(self, ranges: Sequence[MappedRange]) -> None:
         self._enter()
@@ -166,7 +173,16 @@ class StrictDriver(Driver):
             struck = self._ledger.strike(ranges)
             addresses = array("Q", [mapped.address for mapped in ranges])
             sizes = array("Q", [mapped.num_bytes for mapped in ranges])
-            done, code, op = self._unmap(addresses, sizes)
+            try:
+                done, code, op = self._unmap(addresses, sizes)
+            except BaseException:  # as above
+                mappings = self._ledger.columns(struck)
+                self._unmap_each(mappings)
+                _, code, op = self._map(mappings)
+                if code:
+                    raise self._error(op, code) from None
+                self._ledger.restore(struck)
+                raise
             if code:
                 self._ledger.restore(struck[done:])
                 error = self._error(op, code)

@@ -1,0 +1,306 @@
+"""Failures while a failure is undone, interrupts inside a batch, and requests that end in between, on real memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from fake_cuda import FakeCuda
+from fake_torch_cuda import FakeTorchCuda
+from rig import PAGE, QUIET, SHAPE, SMALL, TOKENS, Rig, assert_stamped, mapped, stamp
+
+from slicedkv import DriverError, PagePool, SlicedKVCache, StateError, lifecycle
+from slicedkv.errors import LostSlotsError
+from slicedkv.vmm import Run, host, native
+from slicedkv.vmm.cuda import CudaDriver
+from slicedkv.vmm.cuda_streams import TorchStreams
+from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.host import HostDriver
+
+Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, HostDriver]]
+HOST_PAGE = 65536
+
+
+@pytest.fixture
+def open_host() -> Iterator[Open]:
+    """Open small caches on host memory whose driver can be made to fail; at the end all memory must be back."""
+    opened: list[tuple[SlicedKVCache, FaultyDriver, HostDriver]] = []
+
+    def make(**options: Any) -> tuple[SlicedKVCache, FaultyDriver, HostDriver]:
+        driver = HostDriver(HOST_PAGE)
+        faulty = FaultyDriver(driver)
+        pool = PagePool(faulty, page_bytes=HOST_PAGE, memory_limit=64 << 20, extent_pages=1)
+        shape = {key: value for key, value in SMALL.items() if key not in ("page_bytes", "memory_limit")}
+        shape |= {"max_batch_size": 4, "max_seq_len": 4000, "swap_limit": "64MiB"} | QUIET
+        opened.append((SlicedKVCache(**(shape | options), pool=pool), faulty, driver))
+        return opened[-1]
+
+    yield make
+    for cache, faulty, driver in opened:
+        faulty.heal()
+        if not cache.closed:
+            cache.check_integrity()
+            cache.close()
+        cache.pool.trim()
+        assert driver._ledger.created_bytes == 0
+        driver.close()
+
+
+def shared(cache: SlicedKVCache, tokens: int) -> int:
+    """A request whose rows are stamped."""
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: tokens})
+    stamp(cache, reqid, 0, tokens, 1)
+    return reqid
+
+
+def test_nothing_is_copied_from_a_lost_slot(open_host: Open) -> None:
+    cache, faulty, _ = open_host()
+    page = cache.layout.tokens_per_page
+    source, lost = shared(cache, 2 * page), cache.alloc_reqid()
+    faulty.fail("map", at=cache.shareable_pages(source, 2 * page) // 2 + 1)  # K is shared, V is not
+    faulty.fail("unmap")
+    with pytest.raises(LostSlotsError):
+        cache.share_prefix(source, lost, 2 * page)
+    faulty.heal()
+    assert cache.step({source: page})
+    assert cache.step({source: page + 1})
+    assert_stamped(cache, source, page, 1)
+
+
+def test_a_share_that_can_neither_be_filled_nor_taken_back_is_known(open_host: Open) -> None:
+    cache, faulty, _ = open_host()
+    page = cache.layout.tokens_per_page
+    source, target = shared(cache, 2 * page + 5), cache.alloc_reqid()
+    copier = cache._sharer._copier
+    copy, copier.copy = copier.copy, raising(RuntimeError("no stream"))
+    faulty.fail("unmap")
+    with pytest.raises(DriverError):
+        cache.share_prefix(source, target, 2 * page + 5)
+    copier.copy = copy
+    faulty.heal()
+    assert cache.step({target: 2 * page + 5})
+    stamp(cache, target, 0, 2 * page + 5, 2)
+    assert_stamped(cache, source, 2 * page + 5, 1)
+
+
+def test_rows_that_could_not_be_copied_are_lost_aloud(open_host: Open) -> None:
+    cache, _, _ = open_host()
+    page = cache.layout.tokens_per_page
+    source, target = shared(cache, 2 * page), cache.alloc_reqid()
+    assert cache.share_prefix(source, target, 2 * page)
+    assert cache.step({target: page // 2})
+    copier = cache._stepper._copy_on_write._copier
+    copy, copier.copy = copier.copy, raising(RuntimeError("no stream"))
+    with pytest.raises(LostSlotsError, match=rf"reqids \[{target}\] have pages of their own, but not what they held"):
+        cache.step({target: page // 2 + 1})
+    copier.copy = copy
+    with pytest.raises(StateError, match="is not active"):
+        cache.step({target: page // 2 + 1})
+    assert_stamped(cache, source, 2 * page, 1)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("tokens", [4000, 4096])
+def test_a_resume_that_failed_twice_is_done_in_the_end(open_host: Open, tokens: int) -> None:
+    cache, faulty, _ = open_host(max_seq_len=tokens)
+    one = shared(cache, tokens)
+    other = shared(cache, 40)
+    cache.pause(offload=True)
+    faulty.fail("copy")
+    faulty.fail("unmap")
+    with pytest.raises((DriverError, StateError)):
+        cache.resume()
+    faulty.heal()
+    cache.resume()
+    for reqid, length in ((one, tokens), (other, 40)):
+        assert mapped(cache, reqid) == cache.layout.pages_for(length)
+        assert_stamped(cache, reqid, length, 1)
+    assert cache.step({cache.alloc_reqid(): tokens})
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_ends_while_a_step_grows_leaves_no_length(again: bool) -> None:
+    with Rig() as rig:
+        cache = rig.open(**QUIET)
+        one, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert cache.step({one: 10, other: 10})
+        ended: list[int] = []
+
+        def end(op: str, _: tuple[Any, ...]) -> None:
+            if op == "map" and not ended:
+                ended.append(other)
+                thread = threading.Thread(target=lambda: (cache.free_reqid(other), again and cache.alloc_reqid()))
+                thread.start()
+                thread.join(5)
+
+        rig.driver.on_call = end
+        assert cache.step({one: 100, other: 11})
+        rig.driver.on_call = None
+        cache.check_integrity()
+        newcomer = other if again else cache.alloc_reqid()
+        assert cache.share_prefix(one, newcomer, 20), "it has had no step"
+        cache.close()
+
+
+@pytest.mark.parametrize("verb", ["_map", "_unmap"])
+def test_an_interrupt_on_the_way_back_from_a_batch_changes_nothing(open_host: Open, verb: str) -> None:
+    cache, _, driver = open_host()
+    reqid = shared(cache, 1000)
+    if verb == "_unmap":
+        cache.free_reqid(reqid)
+    real, hits = getattr(driver, verb), []
+
+    def interrupted(*columns: Any) -> Any:
+        outcome = real(*columns)
+        if not hits:
+            hits.append(1)
+            raise KeyboardInterrupt
+        return outcome
+
+    setattr(driver, verb, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.trim() if verb == "_unmap" else cache.step({reqid: 3000})
+    setattr(driver, verb, real)
+    cache.check_integrity()
+    assert driver._ledger.mapped_count == sum(len(list(part.handles)) for part in cache._state.backing._segments)
+    if verb == "_unmap":
+        assert cache.alloc_reqid() == reqid
+    assert cache.step({reqid: 3000})
+    stamp(cache, reqid, 1000, 3000, 1)
+    assert_stamped(cache, reqid, 3000, 1)
+
+
+@pytest.fixture(params=["python", "c"])
+def fake_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDriver, FakeCuda]:
+    monkeypatch.setattr(TorchStreams, "_cuda", FakeTorchCuda())
+    api = FakeCuda(total_bytes=1 << 30)
+    with native.disabled() if request.param == "python" else nullcontext():
+        driver = CudaDriver(0, api)
+    driver.torch_device = "meta"
+    return driver, api
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_was_left_behind_comes_back_at_the_end(fake_cuda: tuple[CudaDriver, FakeCuda], others: int) -> None:
+    driver, api = fake_cuda
+    pool = PagePool(driver, page_bytes=PAGE, memory_limit=64 * PAGE, extent_pages=1)
+    cache = SlicedKVCache(**SHAPE | QUIET, pool=pool)
+    second = [SlicedKVCache(**SHAPE | QUIET, pool=pool) for _ in range(others)]
+    reqid, other = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({other: 40})
+    before = len(api.mappings)
+    api.scripted["cuMemMap"] = [0] * 5 + [999]  # K of four pages and one page of V
+    api.scripted["cuMemUnmap"] = [999]
+    with pytest.raises(LostSlotsError, match=rf"reqids \[{reqid}\]"):
+        cache.step({reqid: 4 * TOKENS})
+    api.scripted.clear()
+    assert len(api.mappings) - before == 5
+    assert driver._ledger.mapped_count == len(api.mappings)
+    cache.check_integrity()
+    cache.close()
+    for one in second:
+        one.set_memory_limit(4 * PAGE)
+        one.trim()
+        one.check_integrity()
+        one.close()
+    pool.trim()
+    assert (len(api.mappings), len(api.handles), pool.created_pages) == (0, 0, 0)
+    cache = one = second = None
+    gc.collect()
+    assert not api.reservations
+    driver.close()
+
+
+def test_an_interrupt_while_access_is_tried_again_leaves_nothing(
+    fake_cuda: tuple[CudaDriver, FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, api = fake_cuda
+    base, handles = driver.reserve(4 * PAGE), driver.create_batch(PAGE, 3)
+    real = driver._map
+
+    def interrupted(mappings: Any) -> Any:
+        real(mappings)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(driver, "_map", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.map_run(base, handles, PAGE)
+    monkeypatch.undo()
+    assert not api.mappings
+    driver.map_run(base, handles, PAGE)
+    driver.unmap_run(base, 3 * PAGE)
+    driver.release_batch(handles)
+
+
+def test_the_host_says_what_it_could_not_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+    with native.disabled():
+        driver = HostDriver(HOST_PAGE)
+    base, handles = driver.reserve(8 * HOST_PAGE), driver.create_batch(HOST_PAGE, 4)
+    real, calls = host._mmap, []
+
+    def short(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) <= 2:
+            return real(*arguments)
+        ctypes.set_errno(errno.ENOMEM)  # areas run out, also for covering
+        return None
+
+    monkeypatch.setattr(host, "_mmap", short)
+    with pytest.raises(DriverError) as caught:
+        driver.map_batch([Run(base, handles, HOST_PAGE)])
+    monkeypatch.undo()
+    assert caught.value.left_behind
+    assert driver._ledger.mapped_count == 2
+    driver.unmap_run(base, 2 * HOST_PAGE)
+    driver.map_run(base, handles, HOST_PAGE)
+    driver.unmap_run(base, 4 * HOST_PAGE)
+    driver.release_batch(handles)
+    driver.free_reservation(base, 8 * HOST_PAGE)
+    driver.close()
+
+
+def test_a_pool_that_just_ended_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SlicedKVCache(**SMALL)
+    real = lifecycle._min_share_pages
+
+    def late(*arguments: Any) -> int:
+        first.close()
+        return real(*arguments)
+
+    monkeypatch.setattr(lifecycle, "_min_share_pages", late)
+    shape = {key: value for key, value in SMALL.items() if key not in ("page_bytes", "memory_limit")}
+    with pytest.raises(StateError, match="the pool ended with its last cache"):
+        SlicedKVCache(**shape, pool=first.pool)
+
+
+def test_a_forked_child_that_drops_a_cache_keeps_its_own_memory(open_host: Open) -> None:
+    cache, _, _ = open_host()
+    handle = cache.swap_out(shared(cache, 100))
+    num_bytes = cache.stats().host_bytes
+    child = os.fork()
+    if child == 0:
+        mine = mmap.mmap(-1, num_bytes)
+        mine[:4] = b"mine"
+        handle._host._chunks.clear()
+        gc.collect()
+        os._exit(mine[:4] != b"mine")
+    assert os.waitpid(child, 0)[1] == 0
+    back = cache.swap_in(handle)
+    assert back is not None
+    assert_stamped(cache, back, 100, 1)
