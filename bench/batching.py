@@ -55,6 +55,8 @@ def answers(manager: Any, ids: Sequence[list[int]], lengths: Sequence[int]) -> l
         result = manager.get_result(timeout=1)
         if result is not None and result.error is not None:
             raise RuntimeError(f"a request failed: {result.error}")
+        if result is not None:
+            until = time.perf_counter() + LIMIT_S
         if result is not None and result.is_finished():
             found[result.request_id] = result.generated_tokens
         elif result is None and not manager.is_running():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StateError
 from ..layout import KVLayout
 from .request import Request
 
@@ -22,6 +22,7 @@ class AdmittingCache(Protocol):
     def layout(self) -> KVLayout: ...
     def alloc_reqid(self, seq_len: int = 0) -> int: ...
     def free_reqid(self, reqid: int) -> None: ...
+    def is_active(self, reqid: int) -> bool: ...
     def can_admit(self, seq_len: int) -> bool: ...
     def pages_available(self) -> int: ...
 
@@ -85,8 +86,13 @@ class Admission:
         """Note that a running request is about to lose its slot and will be computed again."""
 
     def release(self, request: Request) -> None:
-        """Take the slot of a request that is over."""
-        self._cache.free_reqid(slot_of(request))
+        """Take the slot of a request that is over, unless a failing driver lost it."""
+        slot = slot_of(request)
+        try:
+            self._cache.free_reqid(slot)
+        except StateError:
+            if self._cache.is_active(slot):
+                raise
 
     def trim(self) -> None:
         """Give up what is kept for requests to come beyond its limit; called when requests are over."""

@@ -91,6 +91,7 @@ class Engine:
         self.on_step = on_step
         self.num_steps = 0
         self._num_requests = 0
+        self._events: list[Event] = []  # not returned yet
         self._eos_ids = eos_ids(model)
         self._closed = False
         check_prefix_cache(prefix_cache, cache)
@@ -168,17 +169,16 @@ class Engine:
         cached = self.scheduler.admission.num_cached_tokens
         plan = self.scheduler.schedule()
         if plan is None:
-            return []
+            return self._take_events()
         logits = self._runner.forward(plan)
         ready = self.scheduler.complete(plan)
         chosen = sample(logits, ready)
         wait = time.perf_counter()
         tokens: list[int] = chosen.tolist()
         wait = time.perf_counter() - wait
-        events = []
         for request, token in zip(ready, tokens, strict=True):
             request.accept(token)
-            events.append(Event(request, token, request.finish_reason))
+            self._events.append(Event(request, token, request.finish_reason))
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
@@ -201,6 +201,11 @@ class Engine:
             )
             self.on_step(record)
         self.num_steps += 1
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        """New tokens, also of an earlier step that failed when it had them."""
+        events, self._events = self._events, []
         return events
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache import SlicedKVCache
 from ..config import MemoryLimit, parse_memory_limit
 from ..errors import ConfigError
-from ..integrations.transformers import cache_for_model
+from ..integrations.transformers import cache_for_model, check_config, decoder_config
 from .admission import Admission
 from .prefix_cache import PrefixCache, SharingCache
 
@@ -28,6 +28,7 @@ def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dic
     if cache is not None:
         if given:
             raise ConfigError(f"a cache came with {', '.join(given)}; the cache has its own, leave them out")
+        check_config(decoder_config(model), cache.layout.max_seq_len)
         return cache
     missing = [name for name in ("max_batch_size", "max_seq_len") if name not in given]
     if missing:

@@ -24,7 +24,6 @@ __all__ = ["PrefixCache", "SharingCache"]
 class SharingCache(AdmittingCache, Protocol):
     """The part of `SlicedKVCache` that a prefix cache uses; see there."""
 
-    def is_active(self, reqid: int) -> bool: ...
     def step(self, seq_lens: dict[int, int]) -> bool: ...
     def prefetch(self, reqid: int, seq_len: int) -> None: ...
     def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool: ...
@@ -119,13 +118,16 @@ class PrefixCache(Admission):
     def release(self, request: Request) -> None:
         """As `Admission.release`, or hold the slot."""
         slot = slot_of(request)
-        if self._is_worth_holding(request):
+        if self._cache.is_active(slot) and self._is_worth_holding(request):
             for covered in self._index.covered(slot) & self._held.keys():
                 self._give_up(covered)
             self._held[slot] = None
         else:
-            self._cache.free_reqid(slot)
-            self._index.remove(slot)
+            try:
+                super().release(request)
+            finally:
+                if not self._cache.is_active(slot):
+                    self._index.remove(slot)
 
     def trim(self) -> None:
         """As `Admission.trim`; the held slots used least recently go first."""

@@ -50,9 +50,10 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     )
     temperature, top_p, uniform = numbers.to(logits.device, non_blocking=True)[:, :, None].unbind(dim=1)
     # float64: in float32 the sum over a vocabulary of 100,000 may fall short of 1 by more than its tail.
-    shares, order = (logits.double() / temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    scores = (logits.double() - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0, however cold
+    shares, order = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative = shares.cumsum(dim=-1)
-    last = (cumulative - shares < top_p).sum(dim=-1, keepdim=True) - 1
+    last = (cumulative - shares < top_p).sum(dim=-1, keepdim=True).clamp(min=1) - 1  # NaN is less than nothing
     point = uniform * cumulative.gather(1, last)
     place = torch.minimum(torch.searchsorted(cumulative, point, right=True), last)
     return order.gather(1, place)[:, 0]

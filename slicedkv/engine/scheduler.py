@@ -117,6 +117,9 @@ class Scheduler:
             Memory does not even suffice for one request alone: something else has taken it.
         """
         self.retire()  # those that a failure of the driver left
+        for request in self.running:
+            if not request.num_pending:  # computed, but its next token was not chosen: its last one is computed again
+                request.num_computed -= 1
         may_admit = True
         while not self.idle:
             plan = self._plan(may_admit)
