@@ -147,7 +147,7 @@ static outcome cuda_map_all(const cuda_calls *cuda, const uint64_t *addresses, c
             break;
         }
     }
-    if (end.code) /* the first failure is the one to tell; of one to undo it is only told that there was one */
+    if (end.code) /* the first failure is the one to tell; what undoing leaves is counted in done */
         while (end.done > 0 && !cuda->unmap(addresses[end.done - 1], (size_t)sizes[end.done - 1])) end.done--;
     return end;
 }

@@ -64,7 +64,7 @@ class PythonCalls:
         return codes.count(0), next(filter(None, codes), 0), "release"
 
     def map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; also when interrupted by an exception."""
+        """Map everything, or nothing; what undoing a failure leaves is counted in `done`."""
         done = 0
         for address, handle, size in zip(*mappings, strict=True):
             mapped, code, op = self._map_one(address, handle, size)

@@ -60,7 +60,7 @@ class StrictDriver(Driver):
 
     @abstractmethod
     def _map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; also when interrupted by an exception.
+        """Map everything, or nothing; an interrupt may leave a part, which `map_batch` undoes.
 
         On failure `done` are still mapped, the first ones, because undoing them failed too.
         """
