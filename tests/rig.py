@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from slicedkv import PagePool, SlicedKVCache
+from slicedkv import DriverError, PagePool, SlicedKVCache
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
 PAGE = 2 << 20
@@ -69,6 +69,29 @@ class Rig:
         cache.alloc_reqid(4096)
         wait_until(lambda: self.driver.counts["map"] > 0)
         return cache
+
+    def sweep(self, cache: SlicedKVCache, op: str, call: Callable[[], object], unchanged: Callable[[], object]) -> int:
+        """Fail the k-th call of `op` for every k until `call` succeeds; return the failures, which change nothing."""
+        failures = 0
+        while True:
+            before = unchanged()
+            self.driver.heal()
+            self.driver.fail(op, at=failures + 1)
+            try:
+                call()
+            except DriverError as error:
+                if error.op != op:
+                    raise
+            else:
+                self.driver.heal()
+                cache.check_integrity()
+                return failures
+            failures += 1
+            self.driver.heal()
+            for handle in self.fake._ledger.idle_handles() if op == "release" else ():
+                self.fake.release(handle)  # what the driver will not release is gone for us: let it go here too
+            assert unchanged() == before
+            cache.check_integrity()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig import PAGE, SHAPE
+from rig import PAGE, SHAPE, Rig
 
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
@@ -140,6 +140,14 @@ def open_cache() -> Iterator[Callable[..., tuple[SlicedKVCache, FaultyDriver, Fa
         cache.pool.driver.inner.finish_fences()  # type: ignore[attr-defined]
         cache.check_integrity()
         cache.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A pool on a fake device whose work is done when the test is over."""
+    with Rig() as opened:
+        yield opened
+        opened.fake.finish_fences()
 
 
 @pytest.fixture

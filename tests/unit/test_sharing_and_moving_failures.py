@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 from rig import QUIET, TOKENS, Rig, mapped
 
-from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
+from slicedkv import OutOfPagesError, SlicedKVCache, StateError
 
 SHARED = 4 * TOKENS + 5
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as opened:
-        yield opened
-        opened.fake.finish_fences()
 
 
 def begin_sharers(cache: SlicedKVCache, count: int = 2, seq_len: int = SHARED) -> list[int]:
@@ -44,28 +37,6 @@ def totals(cache: SlicedKVCache) -> tuple[Any, ...]:
     return (*books(cache), *(getattr(stats, name) for name in names), mappings)
 
 
-def sweep(rig: Rig, op: str, call: Callable[[], object], unchanged: Callable[[], object]) -> int:
-    """Fail the k-th call of `op` for every k until `call` succeeds; return the failures."""
-    failures = 0
-    while True:
-        before = unchanged()
-        rig.driver.heal()
-        rig.driver.fail(op, at=failures + 1)
-        try:
-            call()
-        except DriverError as error:
-            if error.op != op:
-                raise
-        else:
-            rig.driver.heal()
-            return failures
-        failures += 1
-        rig.driver.heal()
-        for handle in rig.fake._ledger.idle_handles() if op == "release" else ():
-            rig.fake.release(handle)  # what the driver will not release is gone for us: let it go here too
-        assert unchanged() == before
-
-
 def _collect(found: list[Any], call: Callable[..., Any], *arguments: Any) -> None:
     found.append(call(*arguments))
 
@@ -75,13 +46,13 @@ def test_a_sharer_that_fails_to_leave_at_any_call_is_still_there(rig: Rig, layou
     cache = rig.open(layout=layout, num_layers=3, **QUIET)
     reqids = begin_sharers(cache, seq_len=1500)
     handles: list[Any] = []
-    count = sweep(rig, "copy", partial(_collect, handles, cache.swap_out, reqids[0]), lambda: totals(cache))
+    count = rig.sweep(cache, "copy", partial(_collect, handles, cache.swap_out, reqids[0]), lambda: totals(cache))
     assert count == cache.layout.num_planes
     assert (cache.stats().saved_bytes, mapped(cache, reqids[1])) == (0, cache.layout.pages_for(1500))
     cache.trim()
     for op in ("create", "map", "set_access", "copy"):
         back: list[Any] = []
-        count = sweep(rig, op, partial(_collect, back, cache.swap_in, handles[-1]), lambda: totals(cache))
+        count = rig.sweep(cache, op, partial(_collect, back, cache.swap_in, handles[-1]), lambda: totals(cache))
         assert count >= cache.layout.num_planes
         assert not cache._state.backing.shared.has(back[0])
         handles.append(cache.swap_out(back[0]))
@@ -99,11 +70,11 @@ def test_a_pause_of_sharers_that_fails_at_any_call_loses_nothing(rig: Rig, layou
     cache.free_reqid(idle)
     used = 3 * 1500 * cache.layout.token_bytes
     # What was released in part can only come back without sharing, and idle pages stay away.
-    count = sweep(rig, op, lambda: cache.pause(offload=True), lambda: books(cache))
+    count = rig.sweep(cache, op, lambda: cache.pause(offload=True), lambda: books(cache))
     assert count >= 3 * cache.layout.num_planes
     assert (rig.fake.mapped, rig.fake.created_bytes, cache.stats().used_bytes) == (0, 0, 0)
     for again in ("create", "map", "set_access", "copy"):
-        assert sweep(rig, again, cache.resume, lambda: totals(cache)) >= 3 * cache.layout.num_planes
+        assert rig.sweep(cache, again, cache.resume, lambda: totals(cache)) >= 3 * cache.layout.num_planes
         assert cache.stats().used_bytes == used
         cache.pause(offload=True)
     cache.resume()
@@ -115,7 +86,7 @@ def test_a_pause_of_sharers_that_fails_at_any_call_loses_nothing(rig: Rig, layou
 def test_a_pause_that_fails_before_anything_left_keeps_what_is_shared(rig: Rig, op: str) -> None:
     cache = rig.open(**QUIET)
     reqids = begin_sharers(cache, 3)
-    assert sweep(rig, op, lambda: cache.pause(offload=True), lambda: totals(cache)) == 3 * cache.layout.num_planes
+    assert rig.sweep(cache, op, lambda: cache.pause(offload=True), lambda: totals(cache)) == 3 * cache.layout.num_planes
     cache.resume()
     assert cache.step(dict.fromkeys(reqids, SHARED + 1))
     cache.close()

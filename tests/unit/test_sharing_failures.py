@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,39 +12,12 @@ from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
 SHARED = 4 * TOKENS + 5
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as opened:
-        yield opened
-        opened.fake.finish_fences()
-
-
 def totals(cache: SlicedKVCache) -> tuple[Any, ...]:
+    cache.check_integrity()
     stats = cache.stats()
     names = ("mapped_bytes", "created_bytes", "free_bytes", "used_bytes", "saved_bytes", "shared_bytes", "active_slots")
     mappings = [mapped(cache, reqid) for reqid in range(cache.layout.max_batch_size)]
     return *(getattr(stats, name) for name in names), mappings, cache.pages_available()
-
-
-def sweep(rig: Rig, cache: SlicedKVCache, op: str, call: Callable[[], object]) -> int:
-    """Fail the k-th call of `op` for every k until `call` succeeds; nothing may change before. Return the failures."""
-    failures = 0
-    while True:
-        before = totals(cache)
-        rig.driver.heal()
-        rig.driver.fail(op, at=failures + 1)
-        try:
-            call()
-        except DriverError as error:
-            if error.op != op:
-                raise
-        else:
-            rig.driver.heal()
-            cache.check_integrity()
-            return failures
-        assert totals(cache) == before
-        cache.check_integrity()
-        failures += 1
 
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
@@ -57,9 +29,9 @@ def test_sharing_that_fails_at_any_call_changes_nothing(rig: Rig, layout: str, o
     source, target = cache.alloc_reqid(), cache.alloc_reqid()
     assert cache.step({source: tokens})
     expected = planes if op == "create" else pages * planes
-    assert sweep(rig, cache, op, lambda: cache.share_prefix(source, target, tokens)) == expected
+    assert rig.sweep(cache, op, lambda: cache.share_prefix(source, target, tokens), lambda: totals(cache)) == expected
     assert cache.stats().saved_bytes == (pages - 1) * planes * cache.layout.page_bytes
-    assert sweep(rig, cache, op, lambda: cache.fork(target, 2)) == 2 * expected
+    assert rig.sweep(cache, op, lambda: cache.fork(target, 2), lambda: totals(cache)) == 2 * expected
     assert cache.stats().active_slots == 4
     cache.close()
 
@@ -74,7 +46,7 @@ def test_a_copy_that_fails_at_any_call_changes_nothing(rig: Rig, op: str) -> Non
     lens = {source: 2 * TOKENS + 1, target: TOKENS + 1, other: 3 * TOKENS}
     # Of the three pages that the first writes the second writes two as well: it keeps those.
     calls = {"create": (3 + 2) * 2, "map": (3 + 2) * 2, "set_access": (3 + 2) * 2, "unmap": 2}
-    assert sweep(rig, cache, op, lambda: cache.step(lens)) == calls[op]
+    assert rig.sweep(cache, op, lambda: cache.step(lens), lambda: totals(cache)) == calls[op]
     assert cache.stats().pages_copied == 3 * 2
     cache.close()
 

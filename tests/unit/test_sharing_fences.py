@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from rig import QUIET, TOKENS, Rig, mapped, settle, wait_until
@@ -11,13 +10,6 @@ from rig import QUIET, TOKENS, Rig, mapped, settle, wait_until
 from slicedkv import StateError
 
 SHARED = 4 * TOKENS + 5
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as opened:
-        yield opened
-        opened.fake.finish_fences()
 
 
 def test_old_pages_give_way_only_when_the_last_requests_work_is_done(rig: Rig) -> None:

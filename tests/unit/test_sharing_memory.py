@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from rig import QUIET, TOKENS, Rig, mapped
@@ -11,13 +10,6 @@ from rig import QUIET, TOKENS, Rig, mapped
 from slicedkv import OutOfPagesError, StateError
 
 SHARED = 4 * TOKENS + 5
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig() as opened:
-        yield opened
-        opened.fake.finish_fences()
 
 
 def test_what_idle_sharers_hold_is_available_once_or_not_at_all(rig: Rig) -> None:
