@@ -169,7 +169,11 @@ class Backing:
 
     def shrinkable(self, slot: int, keep_pages: int) -> int:
         """Pages per plane that `detach` would strike off: whole segments from the end."""
-        return self._mapped[slot] - self._cut(slot, keep_pages)[1]
+        return self._mapped[slot] - (self._cut(slot, keep_pages)[1] if keep_pages else 0)
+
+    def straddled(self, slot: int, pages: int) -> tuple[int, int]:
+        """See `Segments.straddled`; quicker where pages suffice."""
+        return self._segments[slot].straddled(pages) if pages < self._mapped[slot] else (pages, pages)
 
     def _cut(self, slot: int, keep_pages: int) -> tuple[int, int]:
         """First segment that may go, and the pages before it."""

@@ -241,10 +241,6 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         self._check_open()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         with self._gate.lock:
-            if has_room(self._state, pages):
-                return True
-        # Pages on their way into a margin are in no book: look again without any.
-        with self._state.work("can_admit", paused=True), self._gate.lock:
             return has_room(self._state, pages)
 
     def trim(self) -> int:

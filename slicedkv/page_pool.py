@@ -110,6 +110,11 @@ class PagePool:
         return self._limit_pages - self._created_pages
 
     @property
+    def in_flight_pages(self) -> int:
+        """Pages neither free nor there to stay, by the books: being mapped or unmapped. Not for caches that share."""
+        return self._created_pages - self.free_pages - sum(cache.backing.staying_pages for cache in self.shares.members)
+
+    @property
     def available_pages(self) -> int:
         """Pages that can be had without unmapping anything."""
         return self.free_pages + self.creatable_pages

@@ -19,7 +19,7 @@ from .backing import Growth
 from .growth import Reason, grow_slots
 from .reclaim import reclaim_slot
 from .state import CacheState
-from .victims import next_slot, victims
+from .victims import next_slot
 
 __all__ = ["Planner", "Work"]
 
@@ -75,13 +75,21 @@ class Planner:
     def execute(self, work: Work) -> float:
         """*token* Do one batch and return the seconds spent in the driver."""
         started = time.perf_counter()
-        if work.growths:
-            grow_slots(self.state, work.growths, work.reason)
-        elif work.reason == "stock":
-            self.state.pool.stock(work.amount)
-        else:
-            reclaim_slot(self.state, work.amount, wait=False)
+        self._set_working(True)
+        try:
+            if work.growths:
+                grow_slots(self.state, work.growths, work.reason)
+            elif work.reason == "stock":
+                self.state.pool.stock(work.amount)
+            else:
+                reclaim_slot(self.state, work.amount, wait=False)
+        finally:
+            self._set_working(False)
         return time.perf_counter() - started
+
+    def _set_working(self, works: bool) -> None:
+        with self.state.gate.lock:
+            self.state.mapper_works = works
 
     # --- when the next page is due --------------------------------------------------------------------------------
 
@@ -129,7 +137,7 @@ class Planner:
     def _part(self) -> Work | None:
         """Unmap what idle slots share with others: nothing can be built on that, and no memory is kept for anybody."""
         for slot in self._idle_sharers():
-            if self._device_is_done_with(slot):
+            if self.state.is_over(slot):
                 return Work("reclaim", amount=slot)
         return None
 
@@ -141,7 +149,7 @@ class Planner:
         eager = self.state.config.eager_tokens
         tokens = eager if eager != "auto" else median_low(self._recent_prompts or (0,))
         pages = self.state.layout.pages_for(tokens)
-        slot = self.state.slots.best_fit(pages, self.state.reusable_pages) if pages else None
+        slot = self.state.best_fit(pages) if pages else None
         if slot is not None and self.state.backing.shared.has(slot):
             return None
         missing = pages - self.state.backing.mapped(slot) if slot is not None else 0
@@ -167,19 +175,15 @@ class Planner:
     def _take_idle(self) -> Work | None:
         """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
         for slot in self._idle_victims():
-            if self._device_is_done_with(slot):
+            if self.state.is_over(slot):
                 return Work("reclaim", amount=slot)
         return None
 
     def _idle_victims(self) -> list[int]:
         """Idle slots with pages to take, the largest first, without the one that is handed out next."""
-        spared = next_slot(self.state)
-        found = (victim.slot for victim in victims(self.state) if not self.state.slots.is_active(victim.slot))
-        return [slot for slot in found if slot != spared]
-
-    def _device_is_done_with(self, slot: int) -> bool:
-        fence = self.state.slots.fence(slot)
-        return fence is None or self.state.pool.driver.fence_done(fence)
+        state, spared = self.state, next_slot(self.state)
+        ranked = ((slot not in state.eager, -state.spare_pages(slot), slot) for slot in state.slots.idle)
+        return [slot for _, spare, slot in sorted(ranked) if spare and slot != spared]
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
         """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
@@ -196,7 +200,7 @@ class Planner:
         if self.state.paused:
             return False
         leaving = self._idle_sharers() + (self._idle_victims() if self._memory_is_low() else [])
-        return not all(map(self._device_is_done_with, leaving))
+        return not all(map(self.state.is_over, leaving))
 
 
 def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: int) -> Iterator[Growth]:

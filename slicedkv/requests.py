@@ -43,8 +43,9 @@ class Requests:
         while True:
             with state.gate.lock:
                 state.require_running()
-                found = state.slots.best_fit(max(1, pages), state.reusable_pages)
-                if found is None or not state.backing.shared.has(found):
+                found = state.best_fit(pages)
+                keep = self._keep(found, pages)
+                if found is None or keep is None:
                     slot = self._activate(found)
                     if seq_len and told:
                         state.wanted[slot] = pages
@@ -52,7 +53,20 @@ class Requests:
                     self._mapper.wake()
                     return slot
             with state.work("alloc_reqid") if told else nullcontext():
-                reclaim_slot(state, found, wait=True)
+                reclaim_slot(state, found, wait=True, keep_pages=keep)
+
+    def _keep(self, slot: int | None, pages: int) -> int | None:
+        """Pages per plane of an idle slot to keep when more must go before it is handed out; None if nothing must.
+
+        What it shares must go; what would be stranded must if nothing has to be waited for. Lock held.
+        """
+        state = self._state
+        if slot is None:
+            return None
+        if state.backing.shared.has(slot):
+            return 0
+        usable = state.usable_pages(slot, pages)
+        return usable if usable < state.backing.mapped(slot) and state.is_over(slot) else None
 
     def begin_empty(self, count: int) -> list[int]:
         """Activate `count` slots that have as little mapped as can be found. Lock held.

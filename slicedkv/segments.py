@@ -53,6 +53,18 @@ class Segments:
         found.sizes, found.handles = self.sizes[first:end], self.handles[first * planes : end * planes]
         return found
 
+    def straddled(self, pages: int) -> tuple[int, int]:
+        """Where the segment that lies on both sides of the end of `pages` pages begins and ends; `pages` if none does.
+
+        As long as the first `pages` pages are needed, the rest of it cannot be unmapped.
+        """
+        end = 0
+        for size in self.sizes if len(self.sizes) < self.pages else ():  # pages alone straddle nothing
+            begin, end = end, end + size
+            if begin < pages < end:
+                return begin, end
+        return pages, pages
+
     def within(self, pages: int) -> Segments:
         """Return a copy of the segments that lie wholly in the first `pages` pages."""
         return self.part(0, sum(end <= pages for end in accumulate(self.sizes)))

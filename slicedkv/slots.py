@@ -62,19 +62,21 @@ class SlotTable:
             raise StateError(f"reqid {reqid} does not exist; this cache has reqids [0, {self.num_slots})")
         raise StateError(f"reqid {reqid} is not active; it was freed already or never allocated")
 
-    def best_fit(self, pages: int, mapped: Callable[[int], int]) -> int | None:
+    def best_fit(
+        self, pages: int, usable: Callable[[int], int], mapped: Callable[[int], int] | None = None
+    ) -> int | None:
         """Return the idle slot that suits a request of `pages` pages per plane, or None when all are active.
 
-        That is the one with the fewest mapped pages that suffice, else the one with the most; among equals one whose
-        last request is surely over, then the lowest.
+        That is the one with the fewest usable pages that suffice, else the one with the most; among equals one with
+        fewer `mapped`, one whose last request is surely over, then the lowest.
         """
         if not self._idle:
             return None
 
-        def fit(slot: int) -> tuple[bool, int, bool, int]:
-            have = mapped(slot)
+        def fit(slot: int) -> tuple[bool, int, int, bool, int]:
+            have = usable(slot)
             short = have < pages
-            return short, -have if short else have, slot in self._fences, slot
+            return short, -have if short else have, mapped(slot) if mapped else 0, slot in self._fences, slot
 
         return min(self._idle, key=fit)
 

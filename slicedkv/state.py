@@ -26,6 +26,8 @@ from .vmm.base import Fence
 
 __all__ = ["CacheState"]
 
+_PAGES_A_STRANDED_ONE = 8
+
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class CacheState:
@@ -47,6 +49,8 @@ class CacheState:
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
     claims : dict of int to int
         Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
+    mapper_works : bool
+        The cache's mapper holds the work token: what is in flight (see `PagePool`) is this cache's.
     paused : bool
         Free memory was given back, and nothing may be mapped before `resume`.
     offloaded : dict of int to HostSpan
@@ -71,6 +75,7 @@ class CacheState:
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
     claims: dict[int, int] = field(default_factory=dict)
+    mapper_works: bool = False
     paused: bool = False
     offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
@@ -94,10 +99,32 @@ class CacheState:
         """Pages per plane of an idle slot that a new request can use; -1, worse than none, if they are shared."""
         return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
 
+    def usable_pages(self, slot: int, pages: int) -> int:
+        """Pages per plane of an idle slot with which a request of `pages` pages may begin; -1 if they are shared.
+
+        All that are mapped, unless the request would keep more than an eighth of its own pages from everybody else,
+        because they belong to an extent of which it needs a part: then those before this extent.
+        """
+        begin, end = self.backing.straddled(slot, pages)
+        stranding = end - pages > pages // _PAGES_A_STRANDED_ONE
+        return min(begin, self.reusable_pages(slot)) if stranding else self.reusable_pages(slot)
+
+    def best_fit(self, pages: int) -> int | None:
+        """Return the idle slot that suits a request of `pages` pages per plane; see `SlotTable.best_fit`."""
+        return self.slots.best_fit(max(1, pages), lambda slot: self.usable_pages(slot, pages), self.backing.mapped)
+
+    def is_over(self, slot: int) -> bool:
+        """True when the device is done with all work that may use a slot's pages, its active request's aside."""
+        fence = self.slots.fence(slot)
+        return fence is None or self.pool.driver.fence_done(fence)
+
     def spare_pages(self, slot: int, claim: int = 0) -> int:
         """Pages per plane beyond `keep_pages` and `claim` that can be unmapped, whole handles only."""
+        mapped = self.backing.mapped(slot)
+        if not mapped:
+            return 0
         keep = max(claim, self.keep_pages(slot))
-        return self.backing.shrinkable(slot, keep) if self.backing.mapped(slot) > keep else 0
+        return self.backing.shrinkable(slot, keep) if mapped > keep else 0
 
     def strike(self, slot: int, keep: int = 0) -> Cut | None:
         """Strike what a slot can spare beyond `keep` pages per plane off all books.

@@ -82,7 +82,9 @@ class Stepper:
         claims, needed = self._claims(lens), 0
         for slot, pages in claims.items():
             # What is available counts this request's margin, part of which the step would use.
-            margin = state.spare_pages(slot) - state.spare_pages(slot, claim=pages)
+            margin = state.spare_pages(slot)
+            if margin:
+                margin -= state.spare_pages(slot, claim=pages)
             needed += max(0, pages - state.backing.mapped(slot)) + margin
         needed += sum(swap.pages for swap in self._copy_on_write.swaps(lens, count_idle=False))
         return needed * state.layout.num_planes
@@ -90,8 +92,8 @@ class Stepper:
     def _claims(self, lens: torch.Tensor) -> dict[int, int]:
         """Pages per plane that the requests which grow need. Lock held."""
         state = self._state
-        longer = state.lengths.beyond_touched(lens)
-        return {slot: state.layout.pages_for(int(lens[slot])) for slot in longer}
+        lengths = lens.tolist()
+        return {slot: state.layout.pages_for(lengths[slot]) for slot in state.lengths.beyond_touched(lens)}
 
     def _settle(self, lens: torch.Tensor, record: StepRecord, *, due: bool = False) -> None:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""

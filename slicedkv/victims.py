@@ -42,8 +42,8 @@ Candidates: TypeAlias = list[tuple[CacheState, list[Victim]]]
 
 
 def next_slot(state: CacheState) -> int | None:
-    """The slot best fit would hand out next for a short request."""
-    return state.slots.best_fit(1, state.reusable_pages)
+    """The slot best fit would hand out next for a request of unknown length."""
+    return state.best_fit(0)
 
 
 def victims(state: CacheState) -> list[Victim]:
@@ -104,7 +104,17 @@ def obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
 
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back."""
-    return max(0, obtainable_pages(state) + sum(freed_pages(*found) for found in candidates(state)))
+    others = sum(freed_pages(other, takeable(other)) for other in state.pool.shares.others(state))
+    return max(0, obtainable_pages(state) + _own_pages(state) + others)
+
+
+def _own_pages(state: CacheState) -> int:
+    """Pages over all planes that a cache may take of its own: `victims`, quicker. An engine asks before every step."""
+    if state.backing.shared.alias_pages:
+        return freed_pages(state, victims(state))
+    spare = sum(map(state.spare_pages, state.slots.active | state.slots.idle)) * state.layout.num_planes
+    # What is being mapped for a request counts as missing until it is there, so it counts here too.
+    return spare + (state.pool.in_flight_pages if state.mapper_works else 0)
 
 
 def has_room(state: CacheState, pages: int) -> bool:
@@ -115,4 +125,5 @@ def has_room(state: CacheState, pages: int) -> bool:
     if state.paused or not state.slots.idle:
         return False
     asked = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
-    return (pages + asked) * state.layout.num_planes <= available_pages(state)
+    needed = (pages + asked) * state.layout.num_planes
+    return not needed or needed <= available_pages(state)

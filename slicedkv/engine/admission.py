@@ -65,9 +65,8 @@ class Admission:
             Pages that the running requests still need.
         running : sequence of Request
         """
-        if not self._cache.can_admit(seq_len):
-            return False
-        return promised + self.pages(seq_len) <= self._cache.pages_available()
+        # Memory first: it is what most are refused for, and with it there is nothing but a slot to ask for.
+        return promised + self.pages(seq_len) <= self._cache.pages_available() and self._cache.can_admit(0)
 
     def admit(self, request: Request) -> int:
         """Return a slot for a request, and note which of its tokens are there already.

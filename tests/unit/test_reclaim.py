@@ -141,3 +141,23 @@ def test_a_device_that_fails_to_answer_does_not_end_the_thread(
     cache._mapper.failure = None
     cache.prefetch(reqids[2], 10 * TOKENS)
     wait_until(lambda: mapped(cache, reqids[2]) == 10)
+
+
+@pytest.mark.parametrize("extent_pages", [1, 4])
+def test_eager_pages_and_reclaim_do_not_undo_each_other(open_cache: Open, extent_pages: int) -> None:
+    """Memory is always short: what is mapped for the next request must be what reclaim spares."""
+    cache, driver, _ = open_cache(
+        extent_pages=extent_pages, mapper="sync", eager_tokens=4 * TOKENS, lookahead_tokens=0, reclaim_watermark=0.99
+    )
+    reqids = [cache.alloc_reqid() for _ in range(3)]
+    assert cache.step(dict(zip(reqids, (5 * TOKENS, 9 * TOKENS, TOKENS), strict=True)))
+    unmapped = driver.counts["unmap"]
+
+    def count(op: str, args: object) -> None:
+        assert driver.counts["unmap"] < unmapped + 100, "it goes on for ever"
+
+    driver.on_call = count
+    for reqid in reqids:
+        cache.free_reqid(reqid)
+    cache.alloc_reqid()
+    assert cache.stats().active_slots == 1
