@@ -26,7 +26,7 @@ from .common import (
     padded,
     traits,
 )
-from .lanes import cache_pointer, find_place
+from .lanes import INDICES, cache_pointer, find_place
 from .tuning import AppendTile, append_tile
 
 __all__ = ["append_kv"]
@@ -233,7 +233,7 @@ def _within(x, LIMIT: tl.constexpr):
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
-@triton.jit(do_not_specialize=_RUNTIME_INTS)
+@triton.jit(do_not_specialize=_RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def _append_kernel(
     k_new, v_new, k_address, v_address, q, q_out, cos_table, sin_table, positions, reqids, cu_q_lens, seq_lens,
     kn_row, kn_head, vn_row, vn_head, k_slot, k_token, k_head, v_slot, v_token, v_head,

@@ -25,7 +25,7 @@ from .common import (
 )
 from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles, part_range
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
-from .lanes import cache_pointer, find_slot
+from .lanes import INDICES, cache_pointer, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
 from .tuning import DecodeTile
 
@@ -223,7 +223,7 @@ def _attend_part(
             tl.store(lse + place, log2_sum * LN2, mask=real)
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTS)
+@triton.jit(do_not_specialize=RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def _decode_kernel(
     q, k_address, v_address, out, lse, parts, part_lse, reqids, seq_lens,
     q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,

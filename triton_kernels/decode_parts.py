@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lanes import find_slot
+from .lanes import INDICES, find_slot
 from .tile import LN2, NOTHING
 
 # Arguments that change from batch to batch must not make another kernel of it.
@@ -48,7 +48,7 @@ def lane_span(lane, tiles, ends, BLOCK_L: tl.constexpr):
     return end - tl.sum(tl.where(chosen, tiles, 0), 0), end
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTS)
+@triton.jit(do_not_specialize=RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def join_kernel(
     parts, part_lse, out, lse, reqids, seq_lens, out_row, out_head, v_scale,
     max_batch_size, max_seq_len, num_splits, num_lanes,

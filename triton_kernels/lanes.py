@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Index vectors begin where a batch happens to put them: that must not make another kernel of it.
+INDICES = ["reqids", "cu_q_lens", "seq_lens", "positions"]
+
 
 @triton.jit
 def cache_pointer(address, ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr):

@@ -24,11 +24,14 @@ from .common import (
     padded,
     traits,
 )
-from .lanes import cache_pointer, find_lane, find_slot
+from .lanes import INDICES, cache_pointer, find_lane, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
 from .tuning import PrefillTile, prefill_tile
 
 __all__ = ["prefill_attention"]
+
+# Arguments that change from batch to batch must not make another kernel of it.
+_RUNTIME_INTS = ["num_rows", "max_batch_size", "max_seq_len", "num_lanes", "steps"]
 
 
 def prefill_attention(
@@ -131,7 +134,7 @@ def _check_options(causal: bool, window: int | None, soft_cap: float | None, max
 # --- on the device ---------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_batch_size", "max_seq_len", "num_lanes", "steps"])
+@triton.jit(do_not_specialize=_RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def _prefill_kernel(
     q, k_address, v_address, out, lse, reqids, cu_q_lens, seq_lens,
     q_row, q_head, out_row, out_head, k_slot, k_token, k_head, v_slot, v_token, v_head,

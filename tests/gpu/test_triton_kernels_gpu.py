@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from kernel_reference import attend_all, ends, error, fill, index, planes, rotate
 
 from slicedkv.triton_kernels import DecodeTile, append_kv, decode_attention, decode_workspace_numel, prefill_attention
@@ -24,6 +25,30 @@ EDGES = [1, 9, 63, 64, 65, 3, 129]
 def _fresh(cuda_device: str) -> None:
     """Other values each time."""
     torch.manual_seed(torch.seed())
+
+
+def test_where_a_batch_begins_makes_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors of lanes are slices of one; a second's compiling for each way they may be aligned was seen in serving."""
+    compiled: list[str] = []
+    hook = lambda **found: compiled.append(found["fn"].name)  # noqa: E731
+    (k, *_), (v, *_) = planes(40, 300, 2, 2, 128, BFLOAT16, layout="sliced", device="cuda")
+    for values in (k, v):
+        values.normal_()
+    for lanes in (32, 31, 30, 29):
+        if lanes == 31:
+            monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+        values = [*range(lanes), *[200] * lanes, *range(lanes + 1), *[7] * lanes]
+        packed = index(values, "cuda")
+        reqids, seq_lens, cu_q_lens, positions = packed.split([lanes, lanes, lanes + 1, lanes])
+        q, new = (torch.randn(lanes, heads, 128, device="cuda").bfloat16() for heads in (8, 2))
+        cos, sin = (torch.randn(300, 64, device="cuda") for _ in range(2))
+        for ends_ in (cu_q_lens, None):
+            append_kv(new, new, k, v, reqids, ends_, seq_lens)
+        append_kv(new, new, k, v, reqids, None, seq_lens, rotary_cos=cos, rotary_sin=sin, positions=positions)
+        for uneven in (False, True):
+            decode_attention(q, k, v, reqids, seq_lens, uneven=uneven, num_splits=40)
+        prefill_attention(q, k, v, reqids, cu_q_lens, seq_lens)
+    assert compiled == []
 
 
 def check(

@@ -43,8 +43,8 @@ class Case:
 
 
 def compile_case(case: Case, arch: int) -> dict[str, Any]:
-    """Compile to a cubin; pointers and strides are multiples of 16, as those of real caches are."""
-    types, constants, hints = {}, {}, {}
+    """Compile to a cubin; strides and pointers that may matter are multiples of 16, as those of real caches are."""
+    types, constants, hints, aligned = {}, {}, {}, []
     for index, parameter in enumerate(case.kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
@@ -52,7 +52,10 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
             types[name], constants[(index,)] = "constexpr", values.get(name)
             continue
         types[name] = _type(name, case)
-        if types[name][0] == "*" or (not parameter.do_not_specialize and types[name][0] == "i"):
+        pointer, integer = types[name][0] == "*", types[name][0] == "i"
+        if pointer and not parameter.do_not_specialize_on_alignment:
+            aligned.append(name)
+        if name in aligned or (integer and not parameter.do_not_specialize):
             hints[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(case.kernel, types, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
@@ -65,6 +68,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "cubin_bytes": len(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
         "shared_limit": SHARED_BYTES[arch],
+        "aligned": aligned,
         "ptx": compiled.asm["ptx"],
     }
 

@@ -30,5 +30,11 @@ def test_cubins_for_three_architectures(compiled: list[dict[str, Any]]) -> None:
     assert all(row["cubin_bytes"] > 1000 for row in compiled)
 
 
+def test_where_a_batch_begins_makes_no_other_kernel(compiled: list[dict[str, Any]]) -> None:
+    """Vectors of lanes are slices of one: a kernel for each way they may be aligned was compiled while serving."""
+    index = {"reqids", "seq_lens", "cu_q_lens", "positions"}
+    assert all(index.isdisjoint(row["aligned"]) and row["aligned"] for row in compiled)
+
+
 def test_shared_memory_suffices(compiled: list[dict[str, Any]]) -> None:
     assert [row for row in compiled if row["shared_bytes"] > row["shared_limit"]] == []
