@@ -33,12 +33,22 @@ SINGLE: list[tuple[int, int]] = []
 def append_paged_kv_cache(k, v, lanes, positions, paged_kv_cache, numbers, indptr, last):
     for values in (lanes, positions, numbers, indptr, last):
         assert values.dtype == torch.int32
+        assert values.is_contiguous()
+    assert len(lanes) == len(positions) == len(k) == len(v)
+    assert len(indptr) == len(last) + 1
+    assert k.stride(-1) == v.stride(-1) == 1
+    APPENDED.append(len(k))
     for row, (lane, position) in enumerate(zip(lanes.tolist(), positions.tolist(), strict=True)):
         page, offset = divmod(position, paged_kv_cache[0].shape[1])
         assert page < indptr[lane + 1] - indptr[lane]
         number = int(numbers[indptr[lane] + page])
         for side, rows in zip(paged_kv_cache, (k, v), strict=True):
-            side[number, offset] = rows[row]
+            place = side.storage_offset() + number * side.stride(0) + offset * side.stride(1)
+            side.as_strided(rows.shape[1:], side.stride()[2:], place)[:] = rows[row]
+
+
+APPENDED: list[int] = []
+"""Rows that `append_paged_kv_cache` was called with."""
 
 
 class _Wrapper:

@@ -1,8 +1,10 @@
 """Attention through FlashInfer, which reads slices in place: as pages of a table, or as one strided request.
 
 Decode and batches of short prompts take the kernels for paged caches over a `PagedView`; long prompts and chunks take
-`single_prefill`, which needs no table and is faster there. Appending is the Triton kernel's. FlashInfer compiles what a
-dtype and head dimension need at their first use, half a minute or so, and keeps it.
+`single_prefill`, which needs no table and is faster there. A step with prompts, which is never captured, takes all its
+kernels here: with few tokens it waits for the host, and launching Triton's costs that several times as much. Other
+steps append by the Triton kernel. FlashInfer compiles what a dtype and head dimension need at their first use, half a
+minute or so, and keeps it.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class FlashInferBackend(TritonBackend):
     Parameters
     ----------
     decode : {"flashinfer", "triton"}
-        Whose kernel decodes.
+        Whose kernel decodes in steps without prompts.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -111,7 +113,10 @@ class FlashInferBackend(TritonBackend):
         self._decoders: dict[int, Any] = {}
         self._prefillers: dict[int, Any] = {}
         self._decoder: Any = None
+        self._decodes_itself = self.decode == "flashinfer"
+        self._places: tuple[Tensor, ...] | None = None
         self._spans: list[_Span] = []
+        self._paged: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -122,12 +127,31 @@ class FlashInferBackend(TritonBackend):
 
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         super()._plan(batch, lanes, graph=graph)
-        if self.decode == "flashinfer":
+        prompts = not graph and max(batch.q_lens, default=0) > 1
+        self._places = self._find_places(lanes) if prompts and PADDED not in batch.reqids else None
+        self._decodes_itself = self.decode == "flashinfer" or prompts
+        if self._decodes_itself:
             if self._decode_q_len > 1:  # its decode takes one token of each
                 self._decode_lanes = 0
             self._plan_decode(batch, graph=graph)
         first = self._decode_lanes * self._decode_q_len
         self._spans = self._cut([lane for lane in lanes if lane.begin >= first], first)
+
+    def _find_places(self, lanes: Sequence[Lane]) -> tuple[Tensor, ...]:
+        """What `append_paged_kv_cache` asks of a step without padded lanes, on the device.
+
+        That is the lane and the position of each row, then the page table of all lanes.
+        """
+        q_lens = torch.tensor([lane.q_len for lane in lanes], dtype=torch.int32)
+        ends = torch.tensor([lane.seq_len - lane.end for lane in lanes], dtype=torch.int32)
+        owners = torch.repeat_interleave(torch.arange(len(lanes), dtype=torch.int32), q_lens)
+        positions = torch.arange(len(owners), dtype=torch.int32) + torch.repeat_interleave(ends, q_lens)
+        indptr, numbers, last = self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes])
+        parts = (owners, positions, numbers, indptr, last)
+        packed = torch.cat(parts)
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()
+        return torch.split(packed.to(self.device, non_blocking=True), [len(part) for part in parts])
 
     def _plan_decode(self, batch: Batch, *, graph: bool) -> None:
         reqids, seq_lens = batch.reqids[: self._decode_lanes], batch.seq_lens[: self._decode_lanes]
@@ -207,10 +231,19 @@ class FlashInferBackend(TritonBackend):
         return _Span(slice(begin - first, end - first), wrapper=self._prefillers[index])
 
     def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._view.pages(self.cache.k(layer)), self._view.pages(self.cache.v(layer))
+        if layer not in self._paged:
+            self._paged[layer] = self._view.pages(self.cache.k(layer)), self._view.pages(self.cache.v(layer))
+        return self._paged[layer]
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._places is None or not (_can_be_appended(k) and _can_be_appended(v)):
+            super()._append(layer, k, v)
+        else:
+            owners, positions, *table = self._places
+            flashinfer.append_paged_kv_cache(k, v, owners, positions, self._pages(layer), *table)
 
     def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
-        if self.decode == "triton":
+        if not self._decodes_itself:
             super()._run_decode(layer, q, out)
         elif self._decoder is None:
             out.zero_()
@@ -234,6 +267,12 @@ class FlashInferBackend(TritonBackend):
             out[begin:end] = flashinfer.single_prefill_with_kv_cache(
                 q[begin:end], k[:seen], v[:seen], causal=self.causal, sm_scale=self.scale, backend=self._kernel
             )
+
+
+def _can_be_appended(rows: Tensor) -> bool:
+    """Whether FlashInfer's kernel can load rows, which it does 16 bytes at a time."""
+    token, head, inner = rows.stride()
+    return inner == 1 and not (rows.data_ptr() | token * rows.element_size() | head * rows.element_size()) % 16
 
 
 def _kernel(device: torch.device) -> str:

@@ -98,6 +98,7 @@ def test_decode_steps_and_long_prompts(open_cache, layout, name, options, dtype)
     lens = [longest, 1, 63, 64, 65, 4000]
     check(cache, name, Batch([7, 0, 3, -1, 2, 5, 1], [1] * 7, [*lens[:3], 0, *lens[3:]]), 32, **options)
     check(cache, name, Batch([7, 0], [longest - 5, 2], [longest, 2]), 8, **options)
+    check(cache, name, Batch([3, 7, 1, 2], [1, 1, 40, 3], [65, longest, 4000, longest]), 32, **options)
     check(cache, name, Batch([6, 1, -1, 2], [3] * 4, [3, longest, 3, 90]), 32, **options)
 
 
@@ -169,8 +170,9 @@ def test_steps_that_nobody_waits_for(open_cache, name, options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("q_lens", [[1, 1, 1], [300, 1, 7]])
-def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens):
+@pytest.mark.parametrize("name", ["sdpa", "triton", "flashinfer"])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [300, 1, 7], [1, 5, 80]])
+def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens, name):
     """Case A4."""
     cache = open_cache(layout=layout, dtype=torch.bfloat16, num_layers=4)
     cache.step([400] * 8)
@@ -178,8 +180,9 @@ def test_append_changes_its_rows_and_no_other(open_cache, layout, q_lens):
         for side in (cache.k(layer), cache.v(layer)):
             side[:, :400] = 42.0
     reqids, seq_lens = [6, 0, 3], [310, 5, 400]
-    k, v = (torch.randn(sum(q_lens), 8, 128, dtype=torch.bfloat16, device=cache.device) for _ in range(2))
-    backend = open_backend("sdpa", cache, num_qo_heads=8)
+    # As projections give them: heads of K and V in one row.
+    k, v = torch.randn(sum(q_lens), 16, 128, dtype=torch.bfloat16, device=cache.device).split(8, dim=1)
+    backend = open_backend(name, cache, num_qo_heads=8)
     backend.plan(Batch(reqids, q_lens, seq_lens))
     backend.append(2, k, v)
     for layer in range(4):

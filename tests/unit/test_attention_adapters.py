@@ -109,6 +109,50 @@ def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monke
     assert places[0] == places[1]
 
 
+def test_steps_with_prompts_launch_no_kernel_of_tritons(make_cache, adapter, monkeypatch):
+    name, options = adapter
+    if name != "flashinfer":
+        return
+    fake_flashinfer.APPENDED.clear()
+    driven = Driven(make_cache(dtype=torch.float16), name, **options)
+    driven.options = {}
+    launched = []
+    for method in ("_append", "_run_decode", "_run_prefill"):
+        former = getattr(TritonBackend, method)
+        monkeypatch.setattr(
+            TritonBackend, method, lambda *args, former=former, method=method: (launched.append(method), former(*args))
+        )
+    for reqids, q_lens in ([3, 1], [9, 4]), ([3, 1, 0], [1, 1, 7]), ([0, 3, 1], [5, 1, 40]), ([3, 0], [4, 4]):
+        out, expected = driven.step(reqids, q_lens)
+        torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+    assert fake_flashinfer.APPENDED == [13, 9, 46, 8]
+    assert not launched
+    driven.step([3, 1], [1, 1])
+    assert launched == (["_append", "_run_decode"] if options else ["_append"])
+    driven.step([3, -1, 1], [1, 2, 3])  # it knows no padded lanes
+    assert launched[-1] == "_append"
+    assert len(fake_flashinfer.APPENDED) == 4
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_rows_in_odd_places_are_appended(make_cache, adapter, offset):
+    """FlashInfer loads 16 bytes at a time."""
+    name, options = adapter
+    if name != "flashinfer":
+        return
+    cache = make_cache(dtype=torch.float16)
+    backend = attention.open_backend(name, cache, num_qo_heads=cache.layout.num_kv_heads, **options)
+    reqid, shape = cache.alloc_reqid(), (9, cache.layout.num_kv_heads, cache.layout.head_dim)
+    assert cache.step({reqid: 9})
+    k, v = (torch.randn(offset + 9 * shape[1] * shape[2]).half()[offset:].view(shape) for _ in range(2))
+    fake_flashinfer.APPENDED.clear()
+    backend.plan(Batch([reqid], [9], [9]))
+    backend.append(1, k, v)
+    assert torch.equal(cache.k(1)[reqid, :9], k)
+    assert torch.equal(cache.v(1)[reqid, :9], v)
+    assert bool(fake_flashinfer.APPENDED) == (offset == 8)
+
+
 class PinnedWrapper:
     """A wrapper whose plans leave from one piece of pinned memory when the device gets there, as FlashInfer's do."""
 
