@@ -173,6 +173,8 @@ class Engine:
         logits = self._runner.forward(plan)
         ready = self.scheduler.complete(plan)
         chosen = sample(logits, ready)
+        seq_lens = tuple(request.num_computed for request in self.scheduler.running)
+        self.scheduler.admit_ahead()
         wait = time.perf_counter()
         tokens: list[int] = chosen.tolist()
         wait = time.perf_counter() - wait
@@ -180,7 +182,6 @@ class Engine:
             request.accept(token)
             self._events.append(Event(request, token, request.finish_reason))
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
-        seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
         held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
         self.scheduler.retire()

@@ -3,10 +3,11 @@
 Owns the queues and the slots of running requests; knows a cache's public interface, neither models nor tensors.
 
 Order of a step: one token for every decoding request, then chunks of prompts in order of arrival, then new requests
-while slots and memory last. Requests are admitted first come, first served; when memory runs short the youngest running
-one gives its pages back and returns to the head of the queue; what becomes of its rows, see `preemption`. The oldest is
-never preempted for a younger one, so it always gets on, and so does everybody in turn. What is kept for requests to
-come is given up before anybody is preempted; see `prefix_cache`.
+while slots and memory last; the next step's are admitted while the device is at this one. Requests are admitted first
+come, first served; when memory runs short the youngest running one gives its pages back and returns to the head of the
+queue; what becomes of its rows, see `preemption`. The oldest is never preempted for a younger one, so it always gets
+on, and so does everybody in turn. What is kept for requests to come is given up before anybody is preempted; see
+`prefix_cache`.
 """
 
 from __future__ import annotations
@@ -141,6 +142,20 @@ class Scheduler:
                 ready.append(request)
         return ready
 
+    def admit_ahead(self) -> None:
+        """Admit what the next step begins with, while the device computes a step that is complete here.
+
+        The mapper maps their pages meanwhile, and the next step need not wait for it.
+
+        Raises
+        ------
+        OutOfSlotsError, StateError, DriverError
+            As `Admission.admit`.
+        """
+        budget = self.max_tokens_per_step - sum(max(1, request.num_pending) for request in self.running)
+        while budget > 0 and (newcomer := self._admit_next(tokens_to_come=1)):
+            budget -= newcomer.num_pending
+
     def abort(self, request: Request) -> None:
         """End a request early; does nothing when it is finished."""
         if request.finished:
@@ -167,11 +182,8 @@ class Scheduler:
             if q_len := min(request.num_pending, budget):
                 chosen.append((request, q_len))
                 budget -= q_len
-        while may_admit and budget and self.waiting and self._can_admit(self.waiting[0]):
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            chosen.append((request, min(request.num_pending, budget)))
+        while may_admit and budget and (newcomer := self._admit_next()):
+            chosen.append((newcomer, min(newcomer.num_pending, budget)))
             budget -= chosen[-1][1]
         requests, q_lens = zip(*chosen, strict=True)
         return StepPlan(requests, q_lens)
@@ -184,13 +196,19 @@ class Scheduler:
                 return False
         return True
 
-    def _can_admit(self, request: Request) -> bool:
+    def _admit_next(self, tokens_to_come: int = 0) -> Request | None:
+        """Admit the head of the queue if that is possible; every running request may get some more tokens first."""
+        request = self.waiting[0] if self.waiting else None
+        return request if request and self._can_admit(request, tokens_to_come) and self._admit(request) else None
+
+    def _can_admit(self, request: Request, tokens_to_come: int) -> bool:
         if not self.running:
             return True  # it fits alone, and `step`, which waits for a mapper at work, knows better than an estimate
         if len(self.running) >= self._cache.layout.max_batch_size:
             return False
         # Prompts that are still being computed have been promised the pages they lack, too.
-        promised = self._cache.pages_needed({slot_of(other): _next_len(other) for other in self.running})
+        lens = {slot_of(other): _next_len(other, tokens_to_come) for other in self.running}
+        promised = self._cache.pages_needed(lens)
         return self.admission.can_admit(request, _next_len(request), promised, self.running)
 
     def _admit(self, request: Request) -> bool:
@@ -254,6 +272,6 @@ class Scheduler:
         )
 
 
-def _next_len(request: Request) -> int:
-    """Rows a request needs to generate one token and append it, if it may."""
-    return min(request.num_tokens + 1, request.max_cached_tokens)
+def _next_len(request: Request, tokens_to_come: int = 0) -> int:
+    """Rows a request needs to generate one token, after some that are on their way, and append it, if it may."""
+    return min(request.num_tokens + tokens_to_come + 1, request.max_cached_tokens)

@@ -43,6 +43,27 @@ def test_a_token_that_could_not_be_chosen_is_chosen_later(make_engine, tiny_mode
     assert [request.output_ids for request in requests] == expected
 
 
+def test_no_token_is_lost_when_nobody_can_be_admitted_ahead(make_engine, tiny_model, monkeypatch):
+    served = make_engine(tiny_model("llama"), max_tokens_per_step=4, max_batch_size=4)
+    expected = served.generate(PROMPTS, FREE)
+    requests = [served.submit(prompt, FREE) for prompt in PROMPTS]
+    admit = served.scheduler.admission.admit
+    calls = []
+
+    def fail(request):
+        calls.append(request.request_id)
+        if len(calls) == 2:
+            raise DriverError("map", 999, "CUDA_ERROR_UNKNOWN", "injected")
+        return admit(request)
+
+    monkeypatch.setattr(served.scheduler.admission, "admit", fail)
+    with pytest.raises(DriverError, match="injected"):
+        served.step()
+    assert [request.request_id for request in served.scheduler.waiting] == [requests[1].request_id]
+    served.run()
+    assert [request.output_ids for request in requests] == expected
+
+
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_a_request_whose_slot_was_lost_can_be_aborted(rig, prefixes):
     cache = rig.open(mapper="sync", lookahead_tokens=TOKENS)

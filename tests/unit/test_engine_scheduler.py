@@ -43,12 +43,15 @@ def request(request_id, prompt, max_tokens=8):
     return Request(request_id, [1] * prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def advance(scheduler):
+def advance(scheduler, *, ahead=False):
     """Run one step with token 7 for everybody; return it as {request id: tokens}."""
     plan = scheduler.schedule()
     if plan is None:
         return None
-    for ready in scheduler.complete(plan):
+    computed = scheduler.complete(plan)
+    if ahead:
+        scheduler.admit_ahead()
+    for ready in computed:
         ready.accept(7)
     scheduler.retire()
     return {request.request_id: q_len for request, q_len in zip(plan.requests, plan.q_lens, strict=True)}
@@ -92,6 +95,36 @@ def test_admission_waits_for_memory_promised_to_others(schedule):
     assert advance(scheduler) == {1: 16}
     while advance(scheduler):
         pass
+
+
+def test_what_the_next_step_begins_with_is_admitted_while_this_one_is_computed(schedule):
+    scheduler = schedule(40, budget=20, slots=5)
+    everyone = [request(request_id, prompt) for request_id, prompt in enumerate([5, 33, 4, 3, 50])]
+    for one in everyone:
+        scheduler.add(one)
+    assert advance(scheduler, ahead=True) == {0: 5, 1: 15}
+    assert [one.request_id for one in scheduler.running] == [0, 1, 2], "the third's first token is in the next step"
+    mapped = scheduler._cache.stats().mapped_bytes
+    assert mapped == 2 * PAGE * (1 + 3 + 1), "its page is mapped, and the second's are"
+    assert advance(scheduler, ahead=True) == {0: 1, 1: 18, 2: 1}
+    assert advance(scheduler, ahead=True) == {0: 1, 1: 1, 2: 3, 3: 3, 4: 12}
+    assert not scheduler.waiting
+    for one in everyone:
+        scheduler.abort(one)
+    assert scheduler._cache.stats().active_slots == 0
+
+
+def test_nobody_is_admitted_ahead_into_memory_that_tokens_to_come_need(schedule):
+    """Two tokens more fill the first's page: its next one needs another."""
+    scheduler = schedule(3, budget=15)
+    first = request(0, 15, max_tokens=20)
+    scheduler.add(first)
+    scheduler.add(request(1, 31, max_tokens=2))
+    advance(scheduler, ahead=True)
+    assert [one.request_id for one in scheduler.running] == [0], "the other two pages would go to the second"
+    while scheduler.running == [first]:
+        advance(scheduler, ahead=True)
+    assert (first.finished, scheduler.num_preemptions) == (True, 0)
 
 
 def test_the_youngest_is_preempted_and_computed_again(schedule):
@@ -175,8 +208,9 @@ def test_memory_taken_by_others_is_an_error_with_numbers(schedule):
     slots=st.integers(1, 4),
     budget=st.integers(4, 50),
     preemption=st.sampled_from(["recompute", "swap", "auto"]),
+    ahead=st.booleans(),
 )
-def test_everybody_finishes(lengths, pages, slots, budget, preemption):
+def test_everybody_finishes(lengths, pages, slots, budget, preemption, ahead):
     """Whatever comes, every request gets all its tokens, in a bounded number of steps, and leaves nothing behind."""
     with SlicedKVCache(device="cpu", **options(pages, slots)) as cache:
         scheduler = Scheduler(cache, max_tokens_per_step=budget, preemption=preemption)
@@ -184,7 +218,7 @@ def test_everybody_finishes(lengths, pages, slots, budget, preemption):
         for one in everyone:
             scheduler.add(one)
         for _ in range(3000):
-            step = advance(scheduler)
+            step = advance(scheduler, ahead=ahead)
             if step is None:
                 break
             assert sum(step.values()) <= budget
