@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from slicedkv.vmm import native
+
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers", "kvcached")
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that matter, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of the packages that matter, as far as they are installed, and whether the driver is called from C."""
+    found = {"python": platform.python_version(), "driver called from": "C" if native.load() else "Python"}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
