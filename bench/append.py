@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import copy_rate, parser, show, write_result
+from common import copy_rate, parser, record
 from slices import HEAD_DIM, Memory, Place, Shape, time_calls
 
 from slicedkv.attention.paged_view import PagedView
@@ -124,12 +124,9 @@ def main() -> None:
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     copied = copy_rate()
-    memory = Memory(16 << 30)
-    rows = []
-    for batch, q_len in CASES[::3] if options.quick else CASES:
-        rows.append(measure(memory, batch, q_len, 3 if options.quick else 7, copied))
-        show(rows[-1])
-    print("wrote", write_result("append", options, rows, copy_rate_gb_s=copied / 1e9))
+    memory, repeats = Memory(16 << 30), 3 if options.quick else 7
+    rows = (measure(memory, *case, repeats, copied) for case in (CASES[::3] if options.quick else CASES))
+    record("append", options, rows, copy_rate_gb_s=copied / 1e9)
 
 
 if __name__ == "__main__":

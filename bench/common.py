@@ -10,8 +10,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def machine(device: str) -> dict[str, Any]:
     """Describe the machine a result comes from."""
     if device == "cpu":
@@ -54,8 +56,45 @@ def short_name(device: str) -> str:
     return "host" if device == "cpu" else torch.cuda.get_device_name(device).removeprefix("NVIDIA ").lower().split()[0]
 
 
+def record(
+    name: str,
+    options: argparse.Namespace,
+    rows: Iterable[dict[str, Any]],
+    *,
+    finish: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    **more: Any,
+) -> None:
+    """Show each row as it comes, and write all that are there: whatever ends the rest, what was measured is kept.
+
+    Parameters
+    ----------
+    finish : callable
+        Makes of the rows so far those to write.
+    **more
+        As for `write_result`.
+
+    Raises
+    ------
+    SystemExit
+        After Ctrl-C. The file says that it is not complete.
+    """
+    found: list[dict[str, Any]] = []
+    try:
+        for row in rows:
+            found.append(row)
+            show({key: value for key, value in row.items() if key != "series"})
+            write_result(name, options, finish(found), **more, complete=False)
+    except KeyboardInterrupt:
+        progress(f"interrupted; {len(found)} rows of {name} were written")
+        raise SystemExit(130) from None
+    print("wrote", write_result(name, options, finish(found), **more), flush=True)
+
+
 def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """Write `<name>-<machine>.json` with everything needed to repeat the measurement, and return its path."""
+    """Write `<name>-<machine>.json` with everything needed to repeat the measurement, and return its path.
+
+    The file is replaced as a whole, so it is never half written.
+    """
     device, folder = options.device, options.out
     result = {
         "name": name,
@@ -69,10 +108,12 @@ def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{short_name(device)}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(result, indent=1) + "\n")
+    return written.replace(path)
 
 
+@cache
 def commit() -> str:
     """The commit measured, with a "+" when the working tree differed from it."""
     revision = _command("git", "rev-parse", "--short=12", "HEAD") or "unknown"

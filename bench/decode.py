@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import copy_rate, parser, progress, show, write_result
+from common import copy_rate, parser, progress, record, show
 from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
 
 from slicedkv.attention.paged_view import PagedView
@@ -191,11 +191,9 @@ def main() -> None:
     if options.tune:
         tune(memory)
         return
-    rows = []
-    for shape in shapes(memory, options.quick):
-        rows.append(measure(memory, shape, 3 if options.quick else 5, copied))
-        show(rows[-1])
-    print("wrote", write_result("decode", options, rows, copy_rate_gb_s=copied / 1e9))
+    repeats = 3 if options.quick else 5
+    rows = (measure(memory, shape, repeats, copied) for shape in shapes(memory, options.quick))
+    record("decode", options, rows, copy_rate_gb_s=copied / 1e9)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, show, time_cuda, write_result
+from common import parser, progress, record, time_cuda
 
 from slicedkv.attention import Batch
 from slicedkv.engine import Engine, EngineStep, SamplingParams
@@ -45,6 +45,7 @@ def model() -> transformers.PreTrainedModel:
 
 def measure(served: transformers.PreTrainedModel, backend: str, graphs: bool, steps: int) -> Row:
     """Serve 64 requests and take the steps in which all decode, the first ten left out."""
+    progress(f"{backend}, {'with' if graphs else 'without'} graphs")
     records: list[EngineStep] = []
     options = {"max_batch_size": REQUESTS, "max_seq_len": 2048, "memory_limit": 16 << 30, "max_tokens_per_step": 8192}
     with Engine(served, backend=backend, cuda_graphs=graphs, on_step=records.append, **options) as engine:
@@ -104,13 +105,8 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    served = model()
-    rows = []
-    for backend, graphs in VARIANTS:
-        progress(f"{backend}, {'with' if graphs else 'without'} graphs")
-        rows.append(measure(served, backend, graphs, 40 if options.quick else 200))
-        show(rows[-1])
-    print("wrote", write_result("engine_step", options, rows))
+    served, steps = model(), 40 if options.quick else 200
+    record("engine_step", options, (measure(served, *variant, steps) for variant in VARIANTS))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, show, write_result
+from common import parser, percentiles, progress, record
 from spin import SHAPES, Device
 
 from slicedkv.vmm import Driver, open_driver
@@ -144,12 +144,8 @@ def measure(device: Device, quick: bool) -> Iterator[Row]:
 def main() -> None:
     """Measure, print each row as it comes, and write them."""
     options = parser(__doc__ or "").parse_args()
-    rows = []
     device = Device(options.device)
-    for row in chain(growth(device, options.quick), measure(device, options.quick)):
-        rows.append(row)
-        show(row)
-    print(write_result("map_ops", options, rows))
+    record("map_ops", options, chain(growth(device, options.quick), measure(device, options.quick)))
 
 
 if __name__ == "__main__":

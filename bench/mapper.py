@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, show, write_result
+from common import parser, percentiles, progress, record
 from spin import SHAPES, STEP_S, Device, busy_until
 
 from slicedkv import PagePool, SlicedKVCache
@@ -278,19 +278,12 @@ def main() -> None:
     found.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     options = found.parse_args()
     device = Device(options.device)
-    rows: list[Row] = []
     # As serving engines do: the collector would stop every thread for tens of milliseconds to look through torch.
     gc.collect()
     gc.freeze()
-    try:
-        for name in options.only:
-            for row in MEASURES[name](device, options.quick):
-                rows.append(row)
-                show(row)
-    except KeyboardInterrupt:
-        progress("interrupted; writing what is complete")
     partial = options.only != list(MEASURES)
-    print(write_result("_".join(["mapper", *(options.only if partial else [])]), options, rows))
+    rows = (row for name in options.only for row in MEASURES[name](device, options.quick))
+    record("_".join(["mapper", *(options.only if partial else [])]), options, rows)
 
 
 if __name__ == "__main__":

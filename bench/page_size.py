@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, show, write_result
+from common import parser, progress, record
 from decode import MODELS, Decode
 from prefill import Case
 from slices import Memory, Shape, time_calls
@@ -77,11 +77,7 @@ def main() -> None:
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     sizes = [size * GB for size in ((1, 16) if options.quick else (1, 4, 16, 50, 100))]
-    rows = []
-    for row in measure(sizes, 3 if options.quick else 7):
-        rows.append(row)
-        show(row)
-    print("wrote", write_result("page_size", options, rows))
+    record("page_size", options, measure(sizes, 3 if options.quick else 7))
 
 
 if __name__ == "__main__":

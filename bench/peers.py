@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from batching import serve_slicedkv, serve_transformers
 from child import in_child
-from common import parser, progress, show, write_result
+from common import parser, progress, record
 from growing import Kvcached, Sliced, replay
 from serving import Row, Workload, lengths, longest, model
 from spin import SHAPES, Device
@@ -111,14 +111,7 @@ def main() -> None:
     options = arguments.parse_args()
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    found: list[Row] = []
-    try:
-        for row in rows(options.device, quick=options.quick, paths=options.trace):
-            found.append(row)
-            show({key: value for key, value in row.items() if key != "series"})
-            print("wrote", write_result("peers", options, found), flush=True)
-    except KeyboardInterrupt:
-        progress("interrupted; what is complete was written")
+    record("peers", options, rows(options.device, quick=options.quick, paths=options.trace))
 
 
 if __name__ == "__main__":

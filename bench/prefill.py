@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, show, time_cuda, write_result
+from common import parser, progress, record, time_cuda
 from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 
 from slicedkv.attention import Batch, open_backend
@@ -217,11 +217,8 @@ def main() -> None:
     if options.tune:
         tune(memory)
         return
-    rows = []
-    for case in CASES[:3] if options.quick else CASES:
-        rows.append(measure(memory, *case, 3 if options.quick else 5))
-        show(rows[-1])
-    print("wrote", write_result("prefill", options, rows))
+    repeats = 3 if options.quick else 5
+    record("prefill", options, (measure(memory, *case, repeats) for case in (CASES[:3] if options.quick else CASES)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, show, write_result
+from common import parser, percentiles, progress, record
 from traces import FITS, Request, generate, read_trace
 
 from slicedkv.engine import Engine, EngineStep, SamplingParams
@@ -256,17 +256,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     served, traces = model(options.device), sorted(path.stem for path in options.trace) or "generated"
     for name in options.only:
-        found: list[Row] = []
-        try:
-            for row in rows(served, name, (QUICK if options.quick else WORKLOADS)[name], options.trace):
-                found.append(row)
-                show({key: value for key, value in row.items() if key != "series"})
-        except KeyboardInterrupt:
-            progress("interrupted; writing what is complete")
-            return
-        finally:
-            if found:
-                print("wrote", write_result(f"serving_{name}", options, beside_paged(found), traces=traces))
+        found = rows(served, name, (QUICK if options.quick else WORKLOADS)[name], options.trace)
+        record(f"serving_{name}", options, found, finish=beside_paged, traces=traces)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, show, write_result
+from common import parser, percentiles, progress, record
 from spin import SHAPES, Device
 
 from slicedkv import SlicedKVCache
@@ -240,11 +240,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 def main() -> None:
     """Measure, print each row as it comes, and write them."""
     options = parser(__doc__ or "").parse_args()
-    rows = []
-    for row in measure(Setting(Device(options.device), options.quick)):
-        rows.append(row)
-        show(row)
-    print(write_result("sharing", options, rows))
+    record("sharing", options, measure(Setting(Device(options.device), options.quick)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from common import parser, progress, show, write_result
+from common import parser, progress, record
 from spin import SHAPES, Device
 
 from slicedkv import SlicedKVCache
@@ -152,11 +152,7 @@ def measure(device: Device, quick: bool) -> Iterator[Row]:
 def main() -> None:
     """Measure, print each row as it comes, and write them."""
     options = parser(__doc__ or "").parse_args()
-    rows = []
-    for row in measure(Device(options.device), options.quick):
-        rows.append(row)
-        show(row)
-    print(write_result("swap", options, rows))
+    record("swap", options, measure(Device(options.device), options.quick))
 
 
 if __name__ == "__main__":

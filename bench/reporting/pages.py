@@ -52,6 +52,8 @@ def results_page(
         machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
         versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
         parts.append(f"{machine}. {versions}. {result['date']}, commit {result['commit']}: `{result['command']}`")
+        if not result.get("complete", True):
+            parts.append("It was interrupted: rows are missing.")
         parts.extend(f"![{plot.caption}](results/{plot.file})" for plot in shown if plot.source == name)
         for measure in dict.fromkeys(row.get("measure", "") for row in result["rows"]):
             parts.append(f"### {measure}" if measure else "### rows")

@@ -137,8 +137,7 @@ def test_a_failure_is_one_line_and_the_rest_is_measured(peers, monkeypatch, tmp_
     reasons = [row["reason"] for row in found if row["measure"] == "not measured"]
     assert set(reasons[:2]) == {"RuntimeError: CUDA / error of the peer"}
     assert [row["measure"] for row in found][:4] == ["not measured"] * 2 + ["growing"] * 2
-    options = SimpleNamespace(device="cpu", out=tmp_path, commit="c", quick=True)
-    peers.write_result("peers", options, found)
+    peers.record("peers", SimpleNamespace(device="cpu", out=tmp_path, commit="c", quick=True), found)
     assert len(json.loads((tmp_path / "peers-host.json").read_text())["rows"]) == len(found) == 5
 
 
