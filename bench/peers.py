@@ -6,6 +6,9 @@ The same model (Llama-3-8B with random weights), requests and memory for K and V
 batching and through slicedkv's engine: tokens per second and peak memory. The same requests, growing token by token,
 through kvcached's allocator and through a `SlicedKVCache`: microseconds and bytes. Requests as in azure_2023_conv, half
 as long for the first. A peer that cannot be measured is a row that says why.
+
+Beside a torch that brings a C++ library of its own kvcached may die while it prints. It did here, and did not with the
+system's: `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6 python bench/peers.py`.
 """
 
 from __future__ import annotations

@@ -143,16 +143,18 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
     def alloc_reqid(self, seq_len: int = 0) -> int:
         """Give a new request a slot, the one whose mapped pages suit it best, and return its reqid.
 
-        With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. If work
-        of the slot's last request may still run, work queued later on the current stream is ordered after it; a slot
-        that still shares pages is handed out last, and waited for.
+        With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. Of an
+        extent that `seq_len` tokens need only in part nobody else could have the rest: where that is more than an
+        eighth of their own pages it is unmapped first. If work of the slot's last request may still run, nothing is,
+        and work queued later on the current stream is ordered after it; a slot that still shares pages is handed out
+        last, and waited for.
 
         Raises
         ------
         OutOfSlotsError
             All slots are active.
-        ConfigError, StateError
-            `seq_len` is out of range; the cache is closed.
+        ConfigError, StateError, DriverError
+            `seq_len` is out of range; the cache is closed; the driver did not unmap. Nothing was changed.
         """
         self._enter()
         slot = self._requests.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
