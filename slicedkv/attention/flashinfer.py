@@ -231,8 +231,9 @@ class FlashInferBackend(TritonBackend):
         return _Span(slice(begin - first, end - first), wrapper=self._prefillers[index])
 
     def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        k, v = self.cache.k(layer), self.cache.v(layer)  # refused once the cache is closed, whatever is kept here
         if layer not in self._paged:
-            self._paged[layer] = self._view.pages(self.cache.k(layer)), self._view.pages(self.cache.v(layer))
+            self._paged[layer] = self._view.pages(k), self._view.pages(v)
         return self._paged[layer]
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -15,7 +15,7 @@ from slicedkv import attention
 from slicedkv.attention import Batch
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.attention.triton import TritonBackend
-from slicedkv.errors import ConfigError
+from slicedkv.errors import ConfigError, StateError
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, softmax_scale, causal):
@@ -151,6 +151,21 @@ def test_rows_in_odd_places_are_appended(make_cache, adapter, offset):
     assert torch.equal(cache.k(1)[reqid, :9], k)
     assert torch.equal(cache.v(1)[reqid, :9], v)
     assert bool(fake_flashinfer.APPENDED) == (offset == 8)
+
+
+def test_a_closed_cache_is_refused_not_touched(make_cache, adapter):
+    """Views that are kept outlive it; what they show is unmapped."""
+    name, options = adapter
+    cache = make_cache(dtype=torch.float16)
+    driven = Driven(cache, name, **options)
+    driven.options = {}
+    driven.step([3, 1], [9, 4])
+    k, q = driven.tensor(13, cache.layout.num_kv_heads), driven.tensor(13, driven.backend.num_qo_heads)
+    cache.close()
+    with pytest.raises(StateError, match="closed"):
+        driven.backend.append(1, k, k)
+    with pytest.raises(StateError, match="closed"):
+        driven.backend.run(1, q)
 
 
 class PinnedWrapper:
