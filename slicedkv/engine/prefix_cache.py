@@ -86,6 +86,10 @@ class PrefixCache(Admission):
         others = [slot for slot in self._held if slot != hit.slot] if hit else []
         return hit is not None and missing - self._cache.shareable_pages(*hit) <= self._cache.freeable_pages(others)
 
+    def is_fresh(self, request: Request) -> bool:
+        """As `Admission.is_fresh`."""
+        return self._find(request) is None
+
     def admit(self, request: Request) -> int:
         """As `Admission.admit`; held slots are given up when there is no other, or memory for a copy is short."""
         hit = self._find(request)

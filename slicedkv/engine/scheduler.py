@@ -145,7 +145,8 @@ class Scheduler:
     def admit_ahead(self) -> None:
         """Admit what the next step begins with, while the device computes a step that is complete here.
 
-        The mapper maps their pages meanwhile, and the next step need not wait for it.
+        The mapper maps their pages meanwhile, and the next step need not wait for it. Only requests that get an idle
+        slot, with nothing in it: what is given up or copied for others would have to wait for the device.
 
         Raises
         ------
@@ -153,7 +154,7 @@ class Scheduler:
             As `Admission.admit`.
         """
         budget = self.max_tokens_per_step - sum(max(1, request.num_pending) for request in self.running)
-        while budget > 0 and (newcomer := self._admit_next(tokens_to_come=1)):
+        while budget > 0 and self._is_head_fresh() and (newcomer := self._admit_next(tokens_to_come=1)):
             budget -= newcomer.num_pending
 
     def abort(self, request: Request) -> None:
@@ -195,6 +196,13 @@ class Scheduler:
             if not self.admission.evict():
                 return False
         return True
+
+    def _is_head_fresh(self) -> bool:
+        """True when the head of the queue would get an idle slot, and nothing of it is computed yet."""
+        head = self.waiting[0] if self.waiting else None
+        if head is None or head.swapped is not None or not self._cache.can_admit(0):
+            return False
+        return self.admission.is_fresh(head)
 
     def _admit_next(self, tokens_to_come: int = 0) -> Request | None:
         """Admit the head of the queue if that is possible; every running request may get some more tokens first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,10 +44,12 @@ def test_a_token_that_could_not_be_chosen_is_chosen_later(make_engine, tiny_mode
     assert [request.output_ids for request in requests] == expected
 
 
-def test_no_token_is_lost_when_nobody_can_be_admitted_ahead(make_engine, tiny_model, monkeypatch):
-    served = make_engine(tiny_model("llama"), max_tokens_per_step=4, max_batch_size=4)
-    expected = served.generate(PROMPTS, FREE)
-    requests = [served.submit(prompt, FREE) for prompt in PROMPTS]
+@pytest.mark.parametrize("params", [FREE, replace(FREE, temperature=1.0, seed=5)])
+def test_no_token_is_lost_when_nobody_can_be_admitted_ahead(make_engine, tiny_model, monkeypatch, params):
+    """Nor drawn again: the generators have moved on."""
+    served, prompts = make_engine(tiny_model("llama"), max_tokens_per_step=4, max_batch_size=4), [[5, 6, 7, 4], [8, 9]]
+    expected = served.generate(prompts, params)
+    requests = [served.submit(prompt, params) for prompt in prompts]
     admit = served.scheduler.admission.admit
     calls = []
 
@@ -60,7 +63,11 @@ def test_no_token_is_lost_when_nobody_can_be_admitted_ahead(make_engine, tiny_mo
     with pytest.raises(DriverError, match="injected"):
         served.step()
     assert [request.request_id for request in served.scheduler.waiting] == [requests[1].request_id]
-    served.run()
+    assert requests[0].output_ids == expected[0][:1]
+    events = []
+    while not served.idle:
+        events += served.step()
+    assert [event.token for event in events if event.request is requests[0]] == expected[0]
     assert [request.output_ids for request in requests] == expected
 
 
