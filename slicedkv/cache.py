@@ -145,16 +145,16 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
         With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. Of an
         extent that `seq_len` tokens need only in part nobody else could have the rest: where that is more than an
-        eighth of their own pages it is unmapped first. If work of the slot's last request may still run, nothing is,
-        and work queued later on the current stream is ordered after it; a slot that still shares pages is handed out
-        last, and waited for.
+        eighth of their own pages it is unmapped first, for which it waits for the mapper's calls of this moment. If
+        work of the slot's last request may still run, nothing is, and work queued later on the current stream is
+        ordered after it; a slot that still shares pages is handed out last, and waited for.
 
         Raises
         ------
         OutOfSlotsError
             All slots are active.
         ConfigError, StateError, DriverError
-            `seq_len` is out of range; the cache is closed; the driver did not unmap. Nothing was changed.
+            `seq_len` is out of range; the cache is closed; the driver failed to unmap, and no request began.
         """
         self._enter()
         slot = self._requests.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))

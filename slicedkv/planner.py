@@ -75,7 +75,7 @@ class Planner:
     def execute(self, work: Work) -> float:
         """*token* Do one batch and return the seconds spent in the driver."""
         started = time.perf_counter()
-        self._set_working(True)
+        self._set_slots(frozenset(growth.slot for growth in work.growths))
         try:
             if work.growths:
                 grow_slots(self.state, work.growths, work.reason)
@@ -84,12 +84,12 @@ class Planner:
             else:
                 reclaim_slot(self.state, work.amount, wait=False)
         finally:
-            self._set_working(False)
+            self._set_slots(None)
         return time.perf_counter() - started
 
-    def _set_working(self, works: bool) -> None:
+    def _set_slots(self, slots: frozenset[int] | None) -> None:
         with self.state.gate.lock:
-            self.state.mapper_works = works
+            self.state.mapper_slots = slots
 
     # --- when the next page is due --------------------------------------------------------------------------------
 

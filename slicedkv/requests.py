@@ -17,6 +17,8 @@ from .vmm.base import Fence
 
 __all__ = ["Requests"]
 
+_LOOK_AGAIN = -1
+
 
 class Requests:
     """Begin and end requests of one cache.
@@ -53,19 +55,23 @@ class Requests:
                     self._mapper.wake()
                     return slot
             with state.work("alloc_reqid") if told else nullcontext():
-                reclaim_slot(state, found, wait=True, keep_pages=keep)
+                if keep != _LOOK_AGAIN:
+                    reclaim_slot(state, found, wait=True, keep_pages=keep)
 
     def _keep(self, slot: int | None, pages: int) -> int | None:
         """Pages per plane of an idle slot to keep when more must go before it is handed out; None if nothing must.
 
-        What it shares must go; what would be stranded must if nothing has to be waited for. Lock held.
+        What it shares must go; what would be stranded must if nothing has to be waited for. That is known when the
+        mapper is done with the slot. Lock held.
         """
         state = self._state
         if slot is None:
             return None
+        if pages and state.is_growing(slot):
+            return _LOOK_AGAIN
         if state.backing.shared.has(slot):
             return 0
-        usable = state.usable_pages(slot, pages)
+        usable = state.usable_pages(slot, pages) if pages else state.backing.mapped(slot)
         return usable if usable < state.backing.mapped(slot) and state.is_over(slot) else None
 
     def begin_empty(self, count: int) -> list[int]:

@@ -49,8 +49,9 @@ class CacheState:
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
     claims : dict of int to int
         Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
-    mapper_works : bool
-        The cache's mapper holds the work token: what is in flight (see `PagePool`) is this cache's.
+    mapper_slots : frozenset of int or None
+        Slots that the cache's mapper, which holds the work token, is mapping pages for: what is in flight (see
+        `PagePool`) is this cache's. None while it does not.
     paused : bool
         Free memory was given back, and nothing may be mapped before `resume`.
     offloaded : dict of int to HostSpan
@@ -75,7 +76,7 @@ class CacheState:
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
     claims: dict[int, int] = field(default_factory=dict)
-    mapper_works: bool = False
+    mapper_slots: frozenset[int] | None = None
     paused: bool = False
     offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
@@ -100,18 +101,26 @@ class CacheState:
         return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
 
     def usable_pages(self, slot: int, pages: int) -> int:
-        """Pages per plane of an idle slot with which a request of `pages` pages may begin; -1 if they are shared.
+        """Pages per plane of an idle slot with which a request of `pages` pages may begin.
 
         All that are mapped, unless the request would keep more than an eighth of its own pages from everybody else,
-        because they belong to an extent of which it needs a part: then those before this extent.
+        because they belong to an extent of which it needs a part: then those before this extent. -1, worse than none,
+        if they are shared, or if more are on their way.
         """
+        if self.is_growing(slot):
+            return -1
         begin, end = self.backing.straddled(slot, pages)
         stranding = end - pages > pages // _PAGES_A_STRANDED_ONE
         return min(begin, self.reusable_pages(slot)) if stranding else self.reusable_pages(slot)
 
+    def is_growing(self, slot: int) -> bool:
+        """True when the mapper is mapping pages, perhaps in extents, for a slot right now."""
+        return self.mapper_slots is not None and slot in self.mapper_slots and self.pool.extent_pages > 1
+
     def best_fit(self, pages: int) -> int | None:
         """Return the idle slot that suits a request of `pages` pages per plane; see `SlotTable.best_fit`."""
-        return self.slots.best_fit(max(1, pages), lambda slot: self.usable_pages(slot, pages), self.backing.mapped)
+        usable = (lambda slot: self.usable_pages(slot, pages)) if pages else self.reusable_pages
+        return self.slots.best_fit(max(1, pages), usable, self.backing.mapped)
 
     def is_over(self, slot: int) -> bool:
         """True when the device is done with all work that may use a slot's pages, its active request's aside."""

@@ -114,7 +114,7 @@ def _own_pages(state: CacheState) -> int:
         return freed_pages(state, victims(state))
     spare = sum(map(state.spare_pages, state.slots.active | state.slots.idle)) * state.layout.num_planes
     # What is being mapped for a request counts as missing until it is there, so it counts here too.
-    return spare + (state.pool.in_flight_pages if state.mapper_works else 0)
+    return spare + (0 if state.mapper_slots is None else state.pool.in_flight_pages)
 
 
 def has_room(state: CacheState, pages: int) -> bool:

@@ -162,6 +162,36 @@ def test_pages_on_their_way_out_of_an_idle_slot_can_be_had() -> None:
             assert cache.pages_available() == total + 80
 
 
+def test_a_slot_that_is_being_mapped_changes_hands() -> None:
+    """The mapper was on its way with extents for one request when a short one got the slot: both kept them."""
+    with Rig(limit_pages=2 * 64, extent_pages=EXTENT) as rig, rig.open(max_batch_size=2, lookahead_tokens=0) as cache:
+        first = cache.alloc_reqid()
+        assert cache.step({first: TOKENS})
+        with held(rig.driver, "map"):
+            long = cache.alloc_reqid(48 * TOKENS)
+            wait_until(lambda: cache._state.is_growing(long))
+            cache.free_reqid(long)
+            short = alloc_beside(cache, TOKENS)
+        assert short() == long
+        lens = {first: 62 * TOKENS, long: TOKENS}
+        assert cache.pages_needed(lens) <= cache.pages_available()
+        assert cache.step(lens)
+        assert mapped(cache, long) == 1
+
+
+def alloc_beside(cache: SlicedKVCache, seq_len: int) -> Callable[[], int]:
+    """Ask for a slot on another thread; return what waits for the answer."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(cache.alloc_reqid(seq_len)))
+    thread.start()
+
+    def answer() -> int:
+        thread.join(5.0)
+        return found[0]
+
+    return answer
+
+
 def test_asking_whether_there_is_room_waits_for_no_driver() -> None:
     with Rig(limit_pages=300) as rig:
         cache = rig.open_mapping(page_s=0.01)
