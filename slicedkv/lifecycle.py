@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from .backing import Backing
@@ -30,6 +33,8 @@ from .vmm import open_driver, procfs
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES = 2 << 20
+_PACKAGE = __name__.partition(".")[0]
+_LAST_CALLS_S, _POLL_S = 2.0, 0.001
 _MOST_ADDRESSES = 1 << 56
 _DEFAULT_FRACTION = {"cuda": 0.9}
 _DEFAULT_SWAP_FRACTION = 0.25
@@ -232,7 +237,31 @@ os.register_at_fork(after_in_child=_refuse_all)
 @atexit.register
 def _close_all() -> None:
     """Close what is open when the interpreter exits: nobody is there to handle an error."""
-    for opened in list(_opened):
+    left_open = [opened for opened in list(_opened) if not opened.closed]
+    for opened in left_open:
         with suppress(Exception):
             opened.close()
     wait_for_finishing()
+    if left_open:
+        _wait_for_calls()
+
+
+def _wait_for_calls() -> None:
+    """Wait, for a bounded time, until no daemon thread is inside the library any more: it finds everything closed.
+
+    A thread that comes back from a computation of torch's and finds the interpreter at its end ends the process.
+    """
+    own, end = threading.get_ident(), time.monotonic() + _LAST_CALLS_S
+    while time.monotonic() < end:
+        if not any(_is_inside(frame) for thread, frame in sys._current_frames().items() if thread != own):
+            return
+        time.sleep(_POLL_S)
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    """True when a function of this package is running in a frame or called what does."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+            return True
+        frame = frame.f_back
+    return False

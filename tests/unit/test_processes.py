@@ -68,6 +68,18 @@ def test_twenty_exits_without_close_in_the_middle_of_mapping_are_silent() -> Non
     assert results == [(0, "in the middle\n", "")] * 20
 
 
+def test_an_exit_waits_for_a_daemon_thread_that_computes_inside_a_call() -> None:
+    script = """
+    import slicedkv.cache
+    parse, numbers = slicedkv.cache.parse_seq_lens, torch.empty(40_000_000)
+    slicedkv.cache.parse_seq_lens = lambda *given: (numbers.normal_(), parse(*given))[1]  # half a second, without GIL
+    start_mapping()
+    threading.Thread(target=step_for_ever, daemon=True).start()
+    time.sleep(0.05)
+    """
+    assert run(script, "background") == (0, "in the middle\n", "")
+
+
 def test_an_exit_is_silent_when_nothing_can_be_unmapped_and_a_view_is_left() -> None:
     script = """
     cache.step({cache.alloc_reqid(): 500})
