@@ -19,7 +19,7 @@ from .backing import Growth
 from .growth import Reason, grow_slots
 from .reclaim import reclaim_slot
 from .state import CacheState
-from .victims import next_slot
+from .victims import idle_victims
 
 __all__ = ["Planner", "Work"]
 
@@ -174,16 +174,10 @@ class Planner:
 
     def _take_idle(self) -> Work | None:
         """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
-        for slot in self._idle_victims():
+        for slot in idle_victims(self.state):
             if self.state.is_over(slot):
                 return Work("reclaim", amount=slot)
         return None
-
-    def _idle_victims(self) -> list[int]:
-        """Idle slots with pages to take, the largest first, without the one that is handed out next."""
-        state, spared = self.state, next_slot(self.state)
-        ranked = ((slot not in state.eager, -state.spare_pages(slot), slot) for slot in state.slots.idle)
-        return [slot for _, spare, slot in sorted(ranked) if spare and slot != spared]
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
         """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
@@ -199,7 +193,7 @@ class Planner:
         """True when idle pages that are to go only wait for device work to end. Lock held."""
         if self.state.paused:
             return False
-        leaving = self._idle_sharers() + (self._idle_victims() if self._memory_is_low() else [])
+        leaving = self._idle_sharers() + (idle_victims(self.state) if self._memory_is_low() else [])
         return not all(map(self.state.is_over, leaving))
 
 

@@ -71,7 +71,7 @@ class Requests:
             return _LOOK_AGAIN
         if state.backing.shared.has(slot):
             return 0
-        usable = state.usable_pages(slot, pages) if pages else state.backing.mapped(slot)
+        usable = state.usable_pages(slot, pages)
         return usable if usable < state.backing.mapped(slot) and state.is_over(slot) else None
 
     def begin_empty(self, count: int) -> list[int]:

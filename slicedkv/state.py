@@ -101,17 +101,19 @@ class CacheState:
         return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
 
     def usable_pages(self, slot: int, pages: int) -> int:
-        """Pages per plane of an idle slot with which a request of `pages` pages may begin.
+        """Pages per plane of an idle slot with which a request of `pages` pages, or of unknown length (0), may begin.
 
         All that are mapped, unless the request would keep more than an eighth of its own pages from everybody else,
         because they belong to an extent of which it needs a part: then those before this extent. -1, worse than none,
         if they are shared, or if more are on their way.
         """
+        reusable = self.reusable_pages(slot)
+        if not pages:
+            return reusable
         if self.is_growing(slot):
             return -1
         begin, end = self.backing.straddled(slot, pages)
-        stranding = end - pages > pages // _PAGES_A_STRANDED_ONE
-        return min(begin, self.reusable_pages(slot)) if stranding else self.reusable_pages(slot)
+        return min(begin, reusable) if end - pages > pages // _PAGES_A_STRANDED_ONE else reusable
 
     def is_growing(self, slot: int) -> bool:
         """True when the mapper is mapping pages, perhaps in extents, for a slot right now."""
@@ -119,8 +121,7 @@ class CacheState:
 
     def best_fit(self, pages: int) -> int | None:
         """Return the idle slot that suits a request of `pages` pages per plane; see `SlotTable.best_fit`."""
-        usable = (lambda slot: self.usable_pages(slot, pages)) if pages else self.reusable_pages
-        return self.slots.best_fit(max(1, pages), usable, self.backing.mapped)
+        return self.slots.best_fit(max(1, pages), lambda slot: self.usable_pages(slot, pages), self.backing.mapped)
 
     def is_over(self, slot: int) -> bool:
         """True when the device is done with all work that may use a slot's pages, its active request's aside."""

@@ -20,6 +20,7 @@ __all__ = [
     "freeable_pages",
     "freed_pages",
     "has_room",
+    "idle_victims",
     "next_slot",
     "obtainable_pages",
     "takeable",
@@ -48,15 +49,26 @@ def next_slot(state: CacheState) -> int | None:
 
 def victims(state: CacheState) -> list[Victim]:
     """Everything that may be taken back, first things first."""
+    ranked = _ranked(state, state.slots.active | state.slots.idle, next_slot(state))
+    release = state.backing.shared.release()
+    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in ranked]
+
+
+def idle_victims(state: CacheState) -> list[int]:
+    """Idle slots among `victims`, in their order, without the one that would be handed out next."""
     coming = next_slot(state)
-    ranked: list[tuple[tuple[int, int], int, int]] = []
-    for slot in state.slots.active | state.slots.idle:
+    return [slot for _, slot, _ in _ranked(state, state.slots.idle, coming) if slot != coming]
+
+
+def _ranked(state: CacheState, slots: Set[int], coming: int | None) -> list[tuple[tuple[int, int], int, int]]:
+    """Rank, slot and spare pages per plane of those slots that can spare some; `coming` is the last of the idle."""
+    ranked = []
+    for slot in slots:
         idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
         rank = 0 if state.slots.is_active(slot) else idle_rank
         if pages := state.spare_pages(slot):
             ranked.append(((rank, -pages), slot, pages))
-    release = state.backing.shared.release()
-    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in sorted(ranked)]
+    return sorted(ranked)
 
 
 def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:

@@ -143,9 +143,9 @@ class FlashInferBackend(TritonBackend):
         That is the lane and the position of each row, then the page table of all lanes.
         """
         q_lens = torch.tensor([lane.q_len for lane in lanes], dtype=torch.int32)
-        ends = torch.tensor([lane.seq_len - lane.end for lane in lanes], dtype=torch.int32)
+        shifts = torch.tensor([lane.seq_len - lane.end for lane in lanes], dtype=torch.int32)
         owners = torch.repeat_interleave(torch.arange(len(lanes), dtype=torch.int32), q_lens)
-        positions = torch.arange(len(owners), dtype=torch.int32) + torch.repeat_interleave(ends, q_lens)
+        positions = torch.arange(len(owners), dtype=torch.int32) + torch.repeat_interleave(shifts, q_lens)
         indptr, numbers, last = self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes])
         parts = (owners, positions, numbers, indptr, last)
         packed = torch.cat(parts)

@@ -1,4 +1,4 @@
-"""A prefix cache when memory is short or something fails: the request stays, no slot and no page is lost."""
+"""A prefix cache when memory or slots are short or something fails: the request stays, nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from slicedkv.engine.prefix_cache import PrefixCache
 from slicedkv.engine.request import Request, SamplingParams
 from slicedkv.engine.scheduler import Scheduler
 from slicedkv.errors import DriverError, OutOfSlotsError
+
+
+def test_nothing_held_is_given_up_while_the_device_is_at_work(serve):
+    """What was given up would be waited for: the device may be reading it."""
+    served = serve(slots=3, budget=60)
+    for n in range(3):
+        served.serve(SYSTEM + [n] * 10)
+    assert len(served.prefixes.held_slots) == 3
+    first = served.add([50] * 60, max_tokens=3)
+    other, sharer = served.add([60] * 20), served.add(SYSTEM + [1] * 10 + [3])
+    plan = served.scheduler.schedule()
+    served.scheduler.complete(plan)
+    held = served.prefixes.held_slots
+    assert len(held) == 2
+    served.scheduler.admit_ahead()
+    assert served.prefixes.held_slots == held
+    assert list(served.scheduler.waiting) == [other, sharer]
+    served.scheduler.abort(first)  # nobody has written its rows
+    served.run()
+    assert sharer.num_cached_tokens > 0
+    served.check_books()
 
 
 def test_without_memory_for_a_copy_a_request_is_computed(serve):
