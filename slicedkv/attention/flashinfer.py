@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .base import KVSource, missing_for_half
 from .batch import PADDED, Batch, Lane
-from .paged_view import PagedView
+from .paged_view import PagedView, ramps
 from .triton import TritonBackend
 
 __all__ = ["FlashInferBackend", "WrapperPlans"]
@@ -142,10 +142,9 @@ class FlashInferBackend(TritonBackend):
 
         That is the lane and the position of each row, then the page table of all lanes.
         """
-        q_lens = torch.tensor([lane.q_len for lane in lanes], dtype=torch.int32)
-        shifts = torch.tensor([lane.seq_len - lane.end for lane in lanes], dtype=torch.int32)
-        owners = torch.repeat_interleave(torch.arange(len(lanes), dtype=torch.int32), q_lens)
-        positions = torch.arange(len(owners), dtype=torch.int32) + torch.repeat_interleave(shifts, q_lens)
+        q_lens = torch.tensor([lane.q_len for lane in lanes])
+        owners = ramps(torch.arange(len(lanes)), q_lens, 0).int()
+        positions = ramps(torch.tensor([lane.past_len for lane in lanes]), q_lens, 1).int()
         indptr, numbers, last = self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes])
         parts = (owners, positions, numbers, indptr, last)
         packed = torch.cat(parts)
