@@ -39,7 +39,7 @@ TUNED: dict[str, tuple[int, ...]] = {
     "stages": (2, 3, 4),
     "warps": (4, 8),
     "heads": (1, 2),
-    "programs_per_sm": (1, 2),
+    "busy_programs": (1, 2),
 }
 """Launch choices that `--tune` tries, each with each."""
 TUNED_ON = (

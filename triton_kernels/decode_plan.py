@@ -83,9 +83,9 @@ def plan_decode(
     block_tokens = 1 << (fitting.bit_length() - 1)
     if num_splits is None:
         reach = min(max_seq_len or max_len, max_len, window + q_len - 1 if window else max_len)
-        places = multiprocessors * tile.programs_per_sm
         blocks = num_kv_heads // heads * row_tiles
-        num_splits = choose_splits(lanes, blocks, -(-reach // block_tokens), places, uneven=uneven)
+        tiles = -(-reach // block_tokens)
+        num_splits = choose_splits(lanes, blocks, tiles, multiprocessors, tile, uneven=uneven)
     across = uneven and lanes > 1 and num_splits > 1
     num_parts = num_splits * (2 if across else lanes)  # a part of all may share a request with those on both sides
     return DecodePlan(heads, rows, row_tiles, block_tokens, width, num_splits, across, num_parts, tile)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slicedkv.triton_kernels.tuning import append_tile, choose_splits, decode_tile, prefill_tile
+from slicedkv.triton_kernels.tuning import DecodeTile, append_tile, choose_splits, decode_tile, prefill_tile
+
+HOPPER = decode_tile((9, 0), 2)
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (13, 0)])
@@ -19,30 +21,42 @@ def test_every_architecture_has_choices(capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("lanes", "tiles"), [(1, 1), (16, 16), (128, 16), (600, 64)])
 def test_what_is_small_or_fills_the_gpu_is_not_split(lanes: int, tiles: int) -> None:
-    assert choose_splits(lanes, 8, tiles, 132) == 1
+    assert choose_splits(lanes, 8, tiles, 132, HOPPER) == 1
 
 
 @pytest.mark.parametrize(("lanes", "blocks", "tiles"), [(1, 1, 256), (1, 8, 2048), (2, 8, 2048), (4, 8, 1024)])
 def test_parts_fill_the_gpu_in_whole_rounds(lanes: int, blocks: int, tiles: int) -> None:
-    splits = choose_splits(lanes, blocks, tiles, 132)
+    splits = choose_splits(lanes, blocks, tiles, 132, HOPPER)
     programs = lanes * blocks * splits
     assert splits > 1
     assert programs > 0.9 * -(-programs // 132) * 132
     assert tiles / splits > 1
 
 
+@pytest.mark.parametrize(("lanes", "blocks", "tiles"), [(4, 4, 2048), (16, 1, 2048), (4, 8, 2048), (4, 8, 1024)])
+def test_parts_leave_no_half_of_the_multiprocessors_idle(lanes: int, blocks: int, tiles: int) -> None:
+    """Five rounds of one program a multiprocessor are three of two, of which the last fills half of them."""
+    programs = lanes * blocks * choose_splits(lanes, blocks, tiles, 132, HOPPER)
+    assert programs <= 132 or programs > 0.9 * -(-programs // 264) * 264
+
+
+def test_one_program_a_multiprocessor_is_enough_only_where_it_keeps_it_busy() -> None:
+    assert 16 * choose_splits(4, 4, 64, 132, DecodeTile(busy_programs=1)) <= 132
+    assert 132 < 16 * choose_splits(4, 4, 64, 132, DecodeTile(busy_programs=2)) <= 264
+
+
 def test_requests_that_may_differ_are_split_even_if_they_fill_the_gpu() -> None:
-    assert choose_splits(16, 8, 256, 132, uneven=True) == 16
-    assert choose_splits(32, 8, 256, 132, uneven=True) == 32, "two requests a part and more: twice as many parts"
-    assert choose_splits(1, 8, 1, 132, uneven=True) == 1
+    assert choose_splits(16, 8, 256, 132, HOPPER, uneven=True) == 16
+    assert choose_splits(32, 8, 256, 132, HOPPER, uneven=True) == 32, "two requests a part: twice as many parts"
+    assert choose_splits(1, 8, 1, 132, HOPPER, uneven=True) == 1
 
 
 def test_parts_are_never_more_than_tiles_nor_than_twice_the_places() -> None:
     for lanes in (1, 7, 100, 5000):
         for blocks in (1, 4, 40, 200):
             for tiles in (1, 2, 63, 1000, 10**5):
-                assert 1 <= choose_splits(lanes, blocks, tiles, 264) <= min(256, tiles)
-                splits = choose_splits(lanes, blocks, tiles, 264, uneven=True)
+                assert 1 <= choose_splits(lanes, blocks, tiles, 132, DecodeTile()) <= min(256, tiles)
+                splits = choose_splits(lanes, blocks, tiles, 132, DecodeTile(), uneven=True)
                 assert 1 <= splits <= lanes * tiles
                 assert lanes == 1 or splits == 1 or splits * blocks <= 528
 
