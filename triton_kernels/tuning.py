@@ -15,7 +15,7 @@ _STARTUP_TILES = 2
 """What starting a program costs, in tiles it could have read meanwhile."""
 _REDUCTION_TILES = 3
 """The same for the second kernel."""
-_FEW = 1.02
+_FEW = 1.015
 """How much longer tiles take where programs are just enough to keep a multiprocessor busy, not as many as it holds."""
 
 
