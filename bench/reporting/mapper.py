@@ -53,8 +53,6 @@ FIGURES: tuple[Figure, ...] = (
         ">= 60",
         "2 MiB pages mapped by the mapper's thread alone, handles ready",
         most("gb_per_s", measure="throughput", main_thread="idle", extent_pages=1),
-        "On this machine one mapping of 2 MiB took 41 us, nearly all of it in the driver; 35 us would be needed. "
-        "Extents of 32 MiB reach 996 GB/s.",
     ),
     Figure(
         "mapper.cold_2gib_ms",

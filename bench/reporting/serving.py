@@ -30,10 +30,6 @@ FIGURES = (
         ">= 0.98",
         "the same on requests of azure_2023_conv",
         most("vs_paged", manager="sliced"),
-        "Batches and the number of steps are the same, and a step that only decodes took 9.62 ms over slices, 9.71 ms "
-        "over pages. The 19 steps with prompts took 162 ms each instead of 131: at most 7 ms are waits for pages, "
-        "where the rest goes is not known. The next step's requests are admitted, and their pages mapped, while the "
-        "device is at work since this was measured.",
     ),
 )
 
