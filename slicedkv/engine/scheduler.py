@@ -77,6 +77,7 @@ class Scheduler:
         self.preemptor = Preemptor(cache, preemption)
         self.admission = Admission(cache) if admission is None else admission
         self._total_pages = cache.pages_available()
+        self._refused: Request | None = None  # ahead of the next step, and nobody has left since
 
     @property
     def idle(self) -> bool:
@@ -121,7 +122,8 @@ class Scheduler:
         for request in self.running:
             if not request.num_pending:  # computed, but its next token was not chosen: its last one is computed again
                 request.num_computed -= 1
-        may_admit = True
+        may_admit = not self.waiting or self.waiting[0] is not self._refused
+        self._refused = None
         while not self.idle:
             plan = self._plan(may_admit)
             if self._back(plan):
@@ -154,7 +156,11 @@ class Scheduler:
             As `Admission.admit`.
         """
         budget = self.max_tokens_per_step - sum(max(1, request.num_pending) for request in self.running)
-        while budget > 0 and self._is_head_fresh() and (newcomer := self._admit_next(tokens_to_come=1)):
+        while budget > 0 and self._is_head_fresh():
+            newcomer = self._admit_next(tokens_to_come=1)
+            if newcomer is None:  # the next step need not ask again, with the device waiting for it
+                self._refused = self.waiting[0]
+                return
             budget -= newcomer.num_pending
 
     def abort(self, request: Request) -> None:
@@ -174,6 +180,7 @@ class Scheduler:
             self.admission.release(request)
             self._leave(request)
         if finished:
+            self._refused = None
             self.admission.trim()
 
     def _plan(self, may_admit: bool) -> StepPlan:

@@ -127,6 +127,38 @@ def test_nobody_is_admitted_ahead_into_memory_that_tokens_to_come_need(schedule)
     assert (first.finished, scheduler.num_preemptions) == (True, 0)
 
 
+def test_who_was_refused_ahead_is_asked_about_again_when_somebody_has_left(schedule, monkeypatch):
+    """Asking takes as long as all else that a step of decoding requests waits for on the host."""
+    scheduler = schedule(5, slots=3)
+    first, second = request(0, 15, max_tokens=6), request(1, 40, max_tokens=30)
+    for one in (first, second, request(2, 20)):
+        scheduler.add(one)
+    advance(scheduler, ahead=True)
+    asked = []
+    can_admit = scheduler._can_admit
+    monkeypatch.setattr(scheduler, "_can_admit", lambda *who: asked.append(who[1]) or can_admit(*who))
+    while not first.finished:
+        assert advance(scheduler, ahead=True) == {0: 1, 1: 1}
+    assert 0 not in asked, "in `schedule`, with the device waiting"
+    assert set(advance(scheduler, ahead=True)) == {1, 2}
+    for one in list(scheduler.running):
+        scheduler.abort(one)
+
+
+def test_memory_that_others_gave_back_is_noticed_a_step_later(schedule):
+    scheduler = schedule(4, slots=3)
+    for one in (request(0, 40, max_tokens=20), request(1, 40)):
+        scheduler.add(one)
+    advance(scheduler, ahead=True)
+    advance(scheduler, ahead=True)
+    assert len(scheduler.running) == 1
+    scheduler._cache.set_memory_limit(2 * 12 * PAGE)
+    assert advance(scheduler, ahead=True) == {0: 1}
+    assert advance(scheduler, ahead=True) == {0: 1, 1: 40}
+    for one in list(scheduler.running):
+        scheduler.abort(one)
+
+
 def test_the_youngest_is_preempted_and_computed_again(schedule):
     scheduler = schedule(3)
     everyone = [request(i, 15, max_tokens=6) for i in range(3)]
