@@ -33,6 +33,13 @@ class DecodeTile:
     programs_per_sm: int = 2
     busy_programs: int = 2
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.busy_programs <= self.programs_per_sm:
+            raise ValueError(
+                f"busy_programs is {self.busy_programs} and programs_per_sm {self.programs_per_sm}; the first must be "
+                "at least 1 and at most the second"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
@@ -102,11 +109,12 @@ def choose_splits(
     """Return into how many parts to split each request's tokens, or, if `uneven`, those of all requests together.
 
     For requests of one length takes the least of a simple cost: rounds of programs over the GPU, times the tiles each
-    program reads and what starting it is worth; and, if there is more than one part, the reduction. A first round puts
-    one program after the other on each multiprocessor. In later ones places come free in pairs, and what does not fill
-    them leaves half of the multiprocessors idle: 656 programs took 7 % longer than 528 or 128 of the same tokens (H200,
-    four requests of 131,072 tokens). Uneven ones get as many parts as keep the GPU busy, and twice as many where a part
-    has two requests or more: such parts differ in how often they start on one.
+    program reads and what starting it is worth; and, if there is more than one part, the reduction. As many programs as
+    keep all multiprocessors busy spread over them and are one round. More come in rounds of as many as all hold, each
+    worth as many of the first as it has more programs. A round that is not full costs as much: places come free in
+    pairs, and the rest of the multiprocessors idle. So 656 programs took 7 % longer than 528 or 128 of the same tokens
+    (H200, four requests of 131,072 tokens). Uneven ones get as many parts as keep the GPU busy, and twice as many where
+    a part has two requests or more: such parts differ in how often they start on one.
 
     Parameters
     ----------

@@ -96,7 +96,8 @@ def ramps(firsts: Tensor, counts: Tensor, step: int) -> Tensor:
     """Return ``counts[i]`` numbers from ``firsts[i]`` on in steps of `step`, for each `i`, one after the other.
 
     One cumulative sum, for `torch.repeat_interleave` on the CPU wakes all of torch's threads even for a dozen numbers.
-    In a process that may use 16 of a machine's cores that took up to 40 ms, with the GPU idle (bench/serving.py).
+    In a process that may use 16 of a machine's cores that took up to 40 ms, with the GPU idle (bench/serving.py). From
+    32,768 numbers on other operations wake them, too.
 
     Parameters
     ----------

@@ -221,8 +221,8 @@ class Scheduler:
             return True  # it fits alone, and `step`, which waits for a mapper at work, knows better than an estimate
         if len(self.running) >= self._cache.layout.max_batch_size:
             return False
-        # Prompts that are still being computed have been promised the pages they lack, too.
-        lens = {slot_of(other): _next_len(other, tokens_to_come) for other in self.running}
+        # Prompts still being computed have been promised the pages they lack, too; no token of theirs is on its way.
+        lens = {slot_of(other): _next_len(other, 0 if other.num_pending else tokens_to_come) for other in self.running}
         promised = self._cache.pages_needed(lens)
         return self.admission.can_admit(request, _next_len(request), promised, self.running)
 

@@ -33,11 +33,28 @@ def test_parts_fill_the_gpu_in_whole_rounds(lanes: int, blocks: int, tiles: int)
     assert tiles / splits > 1
 
 
-@pytest.mark.parametrize(("lanes", "blocks", "tiles"), [(4, 4, 2048), (16, 1, 2048), (4, 8, 2048), (4, 8, 1024)])
+@pytest.mark.parametrize(
+    ("lanes", "blocks", "tiles"),
+    [(4, 4, 2048), (16, 1, 2048), (4, 8, 2048), (4, 8, 1024), (6, 8, 128), (6, 8, 256), (12, 4, 128), (5, 4, 4096)],
+)
 def test_parts_leave_no_half_of_the_multiprocessors_idle(lanes: int, blocks: int, tiles: int) -> None:
     """Five rounds of one program a multiprocessor are three of two, of which the last fills half of them."""
     programs = lanes * blocks * choose_splits(lanes, blocks, tiles, 132, HOPPER)
     assert programs <= 132 or programs > 0.9 * -(-programs // 264) * 264
+
+
+def test_many_tiles_are_worth_a_second_program_a_multiprocessor_and_a_second_kernel_is_not() -> None:
+    """Choices that were measured on H200, each beside its neighbours."""
+    assert choose_splits(1, 8, 2048, 132, HOPPER) == 33
+    assert choose_splits(4, 8, 1024, 132, HOPPER) == 8
+    assert choose_splits(16, 8, 256, 132, HOPPER) == 1
+    assert choose_splits(16, 1, 1024, 132, HOPPER) == 8
+
+
+def test_no_more_programs_than_fit_keep_a_multiprocessor_busy() -> None:
+    for busy, most in ((2, 1), (0, 1)):
+        with pytest.raises(ValueError, match=f"busy_programs is {busy} and programs_per_sm {most}"):
+            DecodeTile(busy_programs=busy, programs_per_sm=most)
 
 
 def test_one_program_a_multiprocessor_is_enough_only_where_it_keeps_it_busy() -> None:

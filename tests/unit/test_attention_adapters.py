@@ -62,6 +62,7 @@ STEPS = [
     ([0, 2, 4], [1, 1, 1]),
     ([0, -1, 2], [1, 1, 1]),
     ([-1, -1], [1, 1]),
+    ([0, 2], [0, 0]),  # nobody has a new token
     ([3], [70]),  # alone
     ([1, 3], [4, 4]),  # several tokens each, as when guesses are verified
     ([1, -1, 3], [2, 2, 2]),
@@ -84,6 +85,14 @@ def test_prefill_chunks_and_decode_mixed(make_cache, adapter, layout, num_kv_hea
         assert fake_flashinfer.SINGLE[:3] == [(16, 16), (16, 32), (1, 33)]
         assert (6, 40) in fake_flashinfer.SINGLE
         assert fake_flashinfer.SINGLE[-2:] == [(16, 66), (6, 72)], "less than among others is enough for one alone"
+
+
+def test_requests_without_a_token_are_no_lanes(make_cache, adapter):
+    name, options = adapter
+    driven = Driven(make_cache(dtype=torch.float16), name, **options)
+    for reqids in [[0, 1], [1, 0], [0]]:  # none has a row yet
+        out, _ = driven.step(reqids, [0] * len(reqids))
+        assert len(out) == 0
 
 
 def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monkeypatch):

@@ -153,8 +153,32 @@ def test_memory_that_others_gave_back_is_noticed_a_step_later(schedule):
     advance(scheduler, ahead=True)
     assert len(scheduler.running) == 1
     scheduler._cache.set_memory_limit(2 * 12 * PAGE)
+    assert advance(scheduler) == {0: 1}
+    assert advance(scheduler) == {0: 1, 1: 40}
+    for one in list(scheduler.running):
+        scheduler.abort(one)
+
+
+def test_who_was_refused_ahead_is_in_nobodys_way_any_more_when_it_is_aborted(schedule):
+    scheduler = schedule(8)
+    refused = request(1, 90)
+    for one in (request(0, 40, max_tokens=50), refused, request(2, 10)):
+        scheduler.add(one)
+    advance(scheduler, ahead=True)
     assert advance(scheduler, ahead=True) == {0: 1}
-    assert advance(scheduler, ahead=True) == {0: 1, 1: 40}
+    scheduler.abort(refused)
+    assert advance(scheduler) == {0: 1, 2: 10}
+    for one in list(scheduler.running):
+        scheduler.abort(one)
+
+
+def test_a_prompt_under_way_has_no_token_to_come(schedule):
+    """With one, the first would need a third page, which the second fills to its end."""
+    scheduler = schedule(8, budget=26)
+    for one in (request(0, 31, max_tokens=90), request(1, 90, max_tokens=1)):
+        scheduler.add(one)
+    assert advance(scheduler, ahead=True) == {0: 26}
+    assert advance(scheduler, ahead=True) == {0: 5, 1: 21}
     for one in list(scheduler.running):
         scheduler.abort(one)
 

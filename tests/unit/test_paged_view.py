@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,29 +46,37 @@ def test_steps_and_plans_wake_no_threads_of_torch():
     """
     script = """
         import os
+        import sys
+        import fake_flashinfer
         import torch
-        from slicedkv import SlicedKVCache
-        from slicedkv.attention.paged_view import PagedView, ramps
+        sys.modules["flashinfer"] = fake_flashinfer
+        from slicedkv import SlicedKVCache, attention
+        from slicedkv.attention import flashinfer
+
+        attention._missing = lambda *_: None
+        flashinfer._kernel = lambda device: "fa3"
+        flashinfer._WORKSPACE_BYTES = 1 << 10
 
         def threads():
             return len(os.listdir("/proc/self/task"))
 
         torch.set_num_threads(8)
-        shape = dict(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32, max_seq_len=8192)
+        shape = dict(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float16, max_seq_len=8192)
         with SlicedKVCache(**shape, max_batch_size=64, device="cpu", mapper="sync") as cache:
-            view = PagedView.of(cache.k(0), 64)
+            backend = attention.open_backend("flashinfer", cache, num_qo_heads=4)
             before = threads()
             slots = [cache.alloc_reqid(100) for _ in range(60)]
             for length in (3000, 3001, 4000):
                 assert cache.can_admit(10)
                 cache.pages_needed(dict.fromkeys(slots, length))
                 assert cache.step(dict.fromkeys(slots, length))
-                view.table(slots, [length] * len(slots))
-                ramps(torch.arange(60), torch.full((60,), 130), 1)
+                for q_lens in [1] * 60, [1] * 30 + [130] * 29 + [2000]:
+                    backend.plan(attention.Batch(slots, q_lens, [length] * 60))
             assert threads() == before, threads() - before
             torch.repeat_interleave(torch.arange(60), torch.full((60,), 130))
             assert threads() > before
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
