@@ -120,7 +120,8 @@ class AttentionBackend(ABC):
         Raises
         ------
         ConfigError
-            A reqid or length does not fit the cache, or the batch a graph; the former plan stays.
+            A reqid or length does not fit the cache, or the batch a graph; the former plan stays. After any other
+            failure there is none.
         """
         lanes = batch.lanes()
         for lane in lanes:
@@ -129,6 +130,7 @@ class AttentionBackend(ABC):
                 check_int(f"seq_len of reqid {lane.reqid}", lane.seq_len, 0, self.max_seq_len)
         if graph:
             self._check_graph(batch)
+        self._batch = None  # what is prepared from here on does not go with the former one
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
         spans = () if graph or self.fills_padding else zip(batch.reqids, pairwise(batch.cu_q_lens), strict=True)
@@ -149,7 +151,7 @@ class AttentionBackend(ABC):
         ConfigError
             Shape, dtype or device do not fit. Nothing was written.
         StateError
-            `plan` was never called.
+            `plan` was never called, or failed.
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)
@@ -213,7 +215,7 @@ class AttentionBackend(ABC):
             )
 
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:  # noqa: B027
-        """Prepare more than the lanes, for backends that need to; on failure `plan` keeps the former batch."""
+        """Prepare more than the lanes, for backends that need to; if it fails there is no plan."""
 
     @abstractmethod
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None: ...

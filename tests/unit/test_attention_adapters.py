@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from unittest.mock import Mock
 
 import fake_flashinfer
 import pytest
@@ -93,6 +94,25 @@ def test_requests_without_a_token_are_no_lanes(make_cache, adapter):
     for reqids in [[0, 1], [1, 0], [0]]:  # none has a row yet
         out, _ = driven.step(reqids, [0] * len(reqids))
         assert len(out) == 0
+
+
+def test_a_plan_that_fails_half_way_is_nobodys(make_cache, adapter, monkeypatch):
+    """Its tables would lie beside the former batch."""
+    name, options = adapter
+    if name != "flashinfer":
+        return
+    driven = Driven(make_cache(dtype=torch.float16), name, **options)
+    driven.options, backend = {}, driven.backend
+    driven.step([0, 1], [9, 3])
+    with monkeypatch.context() as patched:
+        patched.setattr(backend._plans, "plan", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            backend.plan(Batch([0, 1], [1, 3], [10, 6]))
+    rows = driven.tensor(4, backend.num_kv_heads)
+    with pytest.raises(StateError, match="call plan"):
+        backend.append(1, rows, rows)
+    out, expected = driven.step([0, 1], [1, 3])
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monkeypatch):
