@@ -5,9 +5,9 @@ from __future__ import annotations
 from reporting.figure import Figure, most
 
 DRIVER_PAUSES = (
-    "Now and then a driver call takes 5 to 25 ms instead of 0.05: 5 of 40,000 mappings in a process that did nothing "
+    "Now and then a driver call takes 5 to 33 ms instead of 0.05: 5 of 40,000 mappings in a process that did nothing "
     "else, the GPU idle (map_ops, the last rows of calls), and none while another process only watched the clock. Ten "
-    "thousand steps make about 80,000 such calls. Hiding these pauses takes pages mapped ten steps ahead, more than "
+    "thousand steps make about 80,000 such calls. Hiding these pauses takes pages mapped eight steps ahead, more than "
     "the 15 % of a page that lookahead may cost."
 )
 BACKGROUND = {"measure": "stalls", "mapper": "background"}
