@@ -156,7 +156,7 @@ class FlashInferBackend(TritonBackend):
         reqids, seq_lens = batch.reqids[: self._decode_lanes], batch.seq_lens[: self._decode_lanes]
         real = next((reqid for reqid in reqids if reqid != PADDED), None)
         self._decoder = None
-        if real is None or not self._decode_q_len:
+        if real is None:
             return
         # It knows no padded lanes: they read the first row of some request, and what they write is nobody's.
         lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]

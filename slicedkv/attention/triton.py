@@ -95,7 +95,7 @@ class TritonBackend(AttentionBackend):
         count = len(batch.reqids)
         each = batch.q_lens[0] if count else 0
         fits = each * self.group_size <= _MAX_DECODE_ROWS and (self.causal or each == 1)
-        if count and fits and batch.q_lens.count(each) == count:
+        if each and fits and batch.q_lens.count(each) == count:
             self._decode_lanes, self._decode_q_len = count, each
         else:
             self._decode_q_len = 1
