@@ -55,6 +55,8 @@ def adapter(request, monkeypatch):
         sys.modules.pop(f"slicedkv.attention.{loaded}", None)
 
 
+of_flashinfer = pytest.mark.parametrize("adapter", ["flashinfer", "flashinfer-triton"], indirect=True)
+
 STEPS = [
     ([4, 0], [7, 1]),
     ([0, 4, 2], [1, 5, 33]),  # decode, a short chunk, a long prompt
@@ -96,11 +98,10 @@ def test_requests_without_a_token_are_no_lanes(make_cache, adapter):
         assert len(out) == 0
 
 
+@of_flashinfer
 def test_a_plan_that_fails_half_way_is_nobodys(make_cache, adapter, monkeypatch):
     """Its tables would lie beside the former batch."""
     name, options = adapter
-    if name != "flashinfer":
-        return
     driven = Driven(make_cache(dtype=torch.float16), name, **options)
     driven.options, backend = {}, driven.backend
     driven.step([0, 1], [9, 3])
@@ -138,10 +139,9 @@ def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monke
     assert places[0] == places[1]
 
 
+@of_flashinfer
 def test_steps_with_prompts_launch_no_kernel_of_tritons(make_cache, adapter, monkeypatch):
     name, options = adapter
-    if name != "flashinfer":
-        return
     fake_flashinfer.APPENDED.clear()
     driven = Driven(make_cache(dtype=torch.float16), name, **options)
     driven.options = {}
@@ -163,12 +163,11 @@ def test_steps_with_prompts_launch_no_kernel_of_tritons(make_cache, adapter, mon
     assert len(fake_flashinfer.APPENDED) == 4
 
 
+@of_flashinfer
 @pytest.mark.parametrize("offset", [1, 4, 8])
 def test_rows_in_odd_places_are_appended(make_cache, adapter, offset):
     """FlashInfer loads 16 bytes at a time."""
     name, options = adapter
-    if name != "flashinfer":
-        return
     cache = make_cache(dtype=torch.float16)
     backend = attention.open_backend(name, cache, num_qo_heads=cache.layout.num_kv_heads, **options)
     reqid, shape = cache.alloc_reqid(), (9, cache.layout.num_kv_heads, cache.layout.head_dim)
