@@ -3,7 +3,8 @@
 python bench/append.py [--quick]
 
 Rows of a packed batch go to one layer of Llama-3-8B's shape, as decode (many requests, one token each) and as prefill.
-Every call of a timing has its own source and its own target. Beside it FlashInfer's append, if installed.
+Every call of a timing has its own source and its own target. Without prompts no ends of lanes are given, as by the
+adapters. Beside it FlashInfer's append, if installed, which is told lane and position of every row.
 """
 
 from __future__ import annotations
@@ -50,11 +51,9 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
     sources = Sources(batch, q_len)
     shape = Shape(batch, max(32, q_len * 2), LAYERS, HEADS, GROUP)
     lens = torch.full((batch,), shape.length - 3 if q_len > 1 else 17, device="cuda", dtype=torch.int32)
-    lanes = (
-        torch.arange(batch, device="cuda", dtype=torch.int32),
-        torch.arange(batch + 1, device="cuda", dtype=torch.int32) * q_len,
-        lens,
-    )
+    reqids = torch.arange(batch, device="cuda", dtype=torch.int32)
+    ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * q_len
+    lanes = (reqids, ends if q_len > 1 else None, lens)
     angles = torch.rand(shape.length, HEAD_DIM // 2, device="cuda") * 6
     tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     copies = memory.elements // shape.plane_elements
@@ -72,7 +71,7 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
         "append_rotary": time_calls(calls(**tables), repeats),
         "append_rotary_q": time_calls(calls(**tables, q=sources.q, q_out=sources.q_out), repeats),
     }
-    theirs = flashinfer_calls(sources, views, lanes)
+    theirs = flashinfer_calls(sources, views, (reqids, ends, lens))
     if theirs:
         check(sources, views, int(lens[0]), q_len, theirs[-1])
         seconds["flashinfer"] = time_calls(theirs, repeats)

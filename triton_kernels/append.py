@@ -245,7 +245,8 @@ def _append_kernel(
 ):  # fmt: skip
     """Some tokens of one head: a KV head's K and V, or, past those, a query head.
 
-    Rows that are not turned are loaded before their place is known: the two take as long as one.
+    Rows that are not turned are loaded before their place is known: the two take as long as one. Rows that are turned
+    come with their angle: as early as the others, 8,192 of them took 6 % longer (H200).
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     block = tl.program_id(0) % num_blocks
@@ -254,9 +255,9 @@ def _append_kernel(
     there = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
     head = tl.cast(block, tl.int64)
     if block < num_kv_heads:
+        v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], there, HALF)
         if not ROTARY:
             k_low, k_high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], there, HALF)
-            v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], there, HALF)
         slot, position, mapped = find_place(
             rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH
         )
@@ -271,8 +272,6 @@ def _append_kernel(
         target = slot[:, None] * k_slot + position[:, None] * k_token + columns[None, :]
         base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + head * k_head
         _store_halves(base, target, k_low, k_high, inside, k_scale, HALF, LIMIT)
-        if ROTARY:
-            v_low, v_high = _halves(v_new + head * vn_head, rows[:, None] * vn_row + columns[None, :], inside, HALF)
         target = slot[:, None] * v_slot + position[:, None] * v_token + columns[None, :]
         base = cache_pointer(v_address, ELEMENT, ALIGNMENT) + head * v_head
         _store_halves(base, target, v_low, v_high, inside, v_scale, HALF, LIMIT)
