@@ -115,6 +115,10 @@ class LengthTable:
         quiet = torch.equal(torch.clamp(lens, self._zeros, self._trigger, out=self._clamped), lens)
         return quiet and not self.writers(lens)
 
+    def is_backed(self, lens: torch.Tensor) -> bool:
+        """True when every length is in ``[0, backed]``: nothing to map, nothing to refuse."""
+        return torch.equal(torch.clamp(lens, self._zeros, self._backed, out=self._clamped), lens)
+
     def advance(self, lens: torch.Tensor) -> None:
         """Note that requests now have these lengths; 0 leaves a request as it was."""
         torch.maximum(self._touched, lens, out=self._touched)

@@ -52,7 +52,7 @@ class Stepper:
                 lengths.advance(lens)
                 counters.last_step = _QUIET
                 return True
-            late = self.growths(lens)
+            late = () if lengths.is_backed(lens) else self.growths(lens)
             if not late and not self._copy_on_write.swaps(lens, count_idle=True):
                 self._settle(lens, _QUIET, due=True)
                 return True

@@ -66,6 +66,16 @@ def test_quiet_until_a_trigger_is_passed() -> None:
     assert table.beyond_backed(torch.tensor([0, 11, 0])) == [1]
 
 
+def test_backed_as_far_as_it_is_mapped() -> None:
+    table = LengthTable(3, 100)
+    table.set_backed(1, 10)
+    table.schedule(1, 4)
+    assert table.is_backed(torch.tensor([0, 10, 0])), "what is asked for ahead is not missing yet"
+    assert not table.is_backed(torch.tensor([0, 11, 0]))
+    assert not table.is_backed(torch.tensor([1, 8, 0])), "an idle slot has nothing mapped"
+    assert not table.is_backed(torch.tensor([-1, 8, 0]))
+
+
 def test_touched_is_the_longest_length() -> None:
     table = LengthTable(2, 100)
     for lens in ([5, 0], [3, 1], [0, 2]):
