@@ -177,11 +177,11 @@ class Engine:
         seq_lens = tuple(request.num_computed for request in self.scheduler.running)
         try:
             self.scheduler.admit_ahead()
+            mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
+            held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
         finally:  # or tokens that are drawn would be drawn again, others perhaps
             wait = self._accept(ready, chosen)
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
-        mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
-        held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
         self.scheduler.retire()
         if self.on_step:
             record = EngineStep(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention import AttentionBackend, Batch
+from ..attention.batch import PADDED
 from ..errors import ConfigError
 from ..integrations.transformers import decoder_config
 
@@ -66,14 +67,13 @@ class DecodeGraphs:
         """Sizes captured so far."""
         return len(self._captured)
 
-    def forward(self, tokens: list[int], batch: Batch) -> Tensor:
+    def forward(self, tokens: list[int], reqids: list[int], seq_lens: list[int]) -> Tensor:
         """Compute one token of each request, K and V going to the cache.
 
         Parameters
         ----------
-        tokens : list of int
-        batch : Batch
-            One token a lane, no lane padded.
+        tokens, reqids, seq_lens : list of int
+            Of each request: the token, its slot, and its length with it.
 
         Returns
         -------
@@ -83,9 +83,9 @@ class DecodeGraphs:
         count = len(tokens)
         size = next(size for size in self._sizes if size >= count)
         padding = [0] * (size - count)
-        lens = [*batch.seq_lens, *padding]
-        padded = Batch([*batch.reqids, *(-1 for _ in padding)], [1] * size, lens)
-        values = torch.tensor([*tokens, *padding, *padded.positions()], dtype=torch.int64, pin_memory=True)
+        positions = [seq_len - 1 for seq_len in seq_lens]
+        padded = Batch([*reqids, *[PADDED] * len(padding)], [1] * size, [*seq_lens, *padding])
+        values = torch.tensor([*tokens, *padding, *positions, *padding], dtype=torch.int64, pin_memory=True)
         self._inputs[: 2 * size].copy_(values, non_blocking=True)
         self._backend.plan(padded, graph=True)
         if size not in self._captured:

@@ -130,7 +130,7 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Known tokens whose K and V are not in the cache; 1 while decoding."""
-        return self.num_tokens - self.num_computed
+        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed
 
     @property
     def max_cached_tokens(self) -> int:
@@ -160,7 +160,9 @@ class Request:
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return tokens ``[start, end)`` of prompt and output."""
         prompt = len(self.prompt_ids)
-        return self.prompt_ids[start:end] + self.output_ids[max(0, start - prompt) : max(0, end - prompt)]
+        if start >= prompt:
+            return self.output_ids[start - prompt : end - prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - prompt)]
 
     def accept(self, token: int) -> None:
         """Take a generated token, and finish when it is the last."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention import AttentionBackend, Batch
+from ..attention.batch import PADDED
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import ATTENTION_NAME
 from .graphs import DecodeGraphs
@@ -64,17 +63,17 @@ class ModelRunner:
             raise StateError(
                 f"the model's attention was set to {self.model.config._attn_implementation!r} while an engine uses it"
             )
-        requests = plan.requests
-        tokens = [t for request, n in zip(requests, plan.q_lens, strict=True) for t in request.pending_ids(n)]
-        ends = accumulate(plan.q_lens)
-        rows = [end - 1 for r, n, end in zip(requests, plan.q_lens, ends, strict=True) if n == r.num_pending]
-        batch = Batch(
-            [-1 if request.reqid is None else request.reqid for request in requests],
-            plan.q_lens,
-            [request.num_computed + n for request, n in zip(requests, plan.q_lens, strict=True)],
-        )
-        if self.graphs is not None and len(rows) == batch.total_q == len(requests):
-            return self.graphs.forward(tokens, batch)
+        tokens: list[int] = []
+        reqids, seq_lens, rows = [], [], []
+        for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
+            tokens += request.pending_ids(q_len)
+            reqids.append(PADDED if request.reqid is None else request.reqid)
+            seq_lens.append(request.num_computed + q_len)
+            if q_len == request.num_pending:
+                rows.append(len(tokens) - 1)
+        if self.graphs is not None and len(rows) == len(tokens) == len(reqids):
+            return self.graphs.forward(tokens, reqids, seq_lens)
+        batch = Batch(reqids, plan.q_lens, seq_lens)
         self.backend.plan(batch)
         # The head runs on the wanted rows only: logits of every prompt token would be the largest tensor of the step.
         output = self.model(
