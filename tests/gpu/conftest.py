@@ -1,11 +1,16 @@
-"""The model that engines serve on a GPU: eight layers of Llama-3-8B with random weights."""
+"""Caches on a GPU, and the model that engines serve there: eight layers of Llama-3-8B with random weights."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from gpu_caches import free_bytes, open_cache
+
+from slicedkv import SlicedKVCache
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +40,20 @@ def model(cuda_device):
 def exact(model):
     """The model with the same weights in float32."""
     return copy.deepcopy(model).float()
+
+
+@pytest.fixture
+def make_cache(cuda_device: str) -> Iterator[Callable[..., SlicedKVCache]]:
+    """Open caches of eight Llama-3-8B layers; at the end their books must be right."""
+    free_bytes()  # nothing of another test is on its way any more
+    opened: list[SlicedKVCache] = []
+
+    def make(**options: Any) -> SlicedKVCache:
+        opened.append(open_cache(cuda_device, **options))
+        return opened[-1]
+
+    yield make
+    for cache in opened:
+        if not cache.closed:
+            cache.check_integrity()
+            cache.close()

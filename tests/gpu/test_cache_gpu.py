@@ -6,44 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_caches import free_bytes
 
 from slicedkv import SlicedKVCache
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 1 << 20, 1 << 30
 MakeCache = Callable[..., SlicedKVCache]
-
-
-@pytest.fixture
-def make_cache(cuda_device: str) -> Iterator[MakeCache]:
-    """Open caches of eight Llama-3-8B layers; at the end their books must be right and all memory back."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    opened: list[SlicedKVCache] = []
-
-    def make(**options: Any) -> SlicedKVCache:
-        shape = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-        shape |= {"max_batch_size": 8, "max_seq_len": 16384, "device": cuda_device, "memory_limit": 4 * GIB}
-        opened.append(SlicedKVCache(**(shape | options)))
-        return opened[-1]
-
-    yield make
-    for cache in opened:
-        if not cache.closed:
-            cache.check_integrity()
-            cache.close()
-
-
-def free_bytes() -> int:
-    """Free memory of the device, less what torch only keeps for later."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
 
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,21 +16,9 @@ MakeCache = Callable[..., SlicedKVCache]
 
 
 @pytest.fixture
-def make_cache(cuda_device: str) -> Iterator[MakeCache]:
-    """Open caches of eight Llama-3-8B layers; at the end their books must be right."""
-    opened: list[SlicedKVCache] = []
-
-    def make(**options: Any) -> SlicedKVCache:
-        shape = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-        shape |= {"max_batch_size": 8, "max_seq_len": 16384, "device": cuda_device, "memory_limit": 4 * GIB}
-        opened.append(SlicedKVCache(**(shape | {"swap_limit": "4GiB"} | options)))
-        return opened[-1]
-
-    yield make
-    for cache in opened:
-        if not cache.closed:
-            cache.check_integrity()
-            cache.close()
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Open caches whose requests may be swapped out."""
+    return partial(make_cache, swap_limit="4GiB")
 
 
 def rows(cache: SlicedKVCache, reqid: int, start: int, end: int) -> list[torch.Tensor]:

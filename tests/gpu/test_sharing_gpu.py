@@ -5,11 +5,11 @@ Cases B1, B3 and D5 as far as they touch sharing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_caches import free_bytes
 
 from slicedkv import SlicedKVCache, StateError
 from slicedkv.attention import Batch, open_backend
@@ -18,31 +18,6 @@ pytestmark = pytest.mark.gpu
 GIB = 1 << 30
 LAYOUTS = ("sliced", "interleaved", "per_layer")
 MakeCache = Callable[..., SlicedKVCache]
-
-
-@pytest.fixture
-def make_cache(cuda_device: str) -> Iterator[MakeCache]:
-    """Open caches of eight Llama-3-8B layers; at the end their books must be right."""
-    opened: list[SlicedKVCache] = []
-
-    def make(**options: Any) -> SlicedKVCache:
-        shape = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-        shape |= {"max_batch_size": 8, "max_seq_len": 16384, "device": cuda_device, "memory_limit": 4 * GIB}
-        opened.append(SlicedKVCache(**(shape | options)))
-        return opened[-1]
-
-    yield make
-    for cache in opened:
-        if not cache.closed:
-            cache.check_integrity()
-            cache.close()
-
-
-def free_bytes() -> int:
-    """Free memory of the device, less what torch only keeps for later."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
 
 
 def fill(cache: SlicedKVCache, reqid: int, start: int, end: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
+from gpu_caches import SHAPE, free_bytes, open_cache
 
 from slicedkv import PagePool, SlicedKVCache, StateError
 from slicedkv.vmm import open_driver
@@ -16,45 +16,28 @@ from slicedkv.vmm import open_driver
 pytestmark = pytest.mark.gpu
 MIB, GIB = 1 << 20, 1 << 30
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
-SHAPE: dict[str, Any] = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-SHAPE |= {"max_batch_size": 8, "max_seq_len": 16384}
 MakeCache = Callable[..., SlicedKVCache]
 
 
-@pytest.fixture
-def make_cache(cuda_device: str) -> Iterator[MakeCache]:
-    """Open caches of eight Llama-3-8B layers; at the end their books must be right and all memory back."""
+@pytest.fixture(autouse=True)
+def _all_memory_back(cuda_device: str) -> Iterator[None]:
+    """At the end of a test, when its caches are closed, all memory must be back."""
     settle(cuda_device)
-    before, opened = free_bytes(), []
-
-    def make(**options: Any) -> SlicedKVCache:
-        opened.append(SlicedKVCache(**(SHAPE | {"device": cuda_device, "memory_limit": 4 * GIB} | options)))
-        return opened[-1]
-
-    yield make
-    for cache in opened:
-        cache.check_integrity()
-        cache.close()
+    before = free_bytes()
+    yield
     assert before - free_bytes() < 64 * MIB, "the context may have grown, a request's rows may not stay"
 
 
 @lru_cache
 def settle(device: str) -> None:
     """Do once what the tests do: kernels and pinned memory cost the device some the first time."""
-    with SlicedKVCache(**SHAPE, device=device, memory_limit=4 * GIB) as cache:
+    with open_cache(device) as cache:
         reqid = cache.alloc_reqid()
         assert cache.step({reqid: 16384})
         write(cache, reqid, 16384, 1)
         back = cache.swap_in(cache.swap_out(reqid))
         assert back is not None
         assert holds(cache, back, 16384, 1)
-
-
-def free_bytes() -> int:
-    """Free memory of the device, less what torch only keeps for later."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
 
 
 def rows(cache: SlicedKVCache, seq_len: int, seed: int, layer: int, kv: int) -> torch.Tensor:

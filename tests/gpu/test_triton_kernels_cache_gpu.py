@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,21 +18,10 @@ MakeCache = Callable[..., SlicedKVCache]
 
 
 @pytest.fixture
-def make_cache(cuda_device: str) -> Iterator[MakeCache]:
-    """Open caches and close them."""
-    opened: list[SlicedKVCache] = []
-
-    def make(**options: Any) -> SlicedKVCache:
-        shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BFLOAT16}
-        shape |= {"max_batch_size": 3, "max_seq_len": 131072, "device": cuda_device, "memory_limit": 24 * GIB}
-        shape |= {"mapper": "sync", "lookahead_tokens": 0}
-        opened.append(SlicedKVCache(**(shape | options)))
-        return opened[-1]
-
-    yield make
-    torch.cuda.synchronize()
-    for cache in opened:
-        cache.close()
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Open caches of few long slots, in which nothing is mapped ahead."""
+    shape = {"num_layers": 32, "max_batch_size": 3, "max_seq_len": 131072, "memory_limit": 24 * GIB}
+    return partial(make_cache, **shape, mapper="sync", lookahead_tokens=0)
 
 
 def batch_of(reqids: list[int], q_lens: list[int], seq_lens: list[int]) -> list[torch.Tensor]:
