@@ -196,11 +196,11 @@ def _halves(base, offsets, inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def _angles(
-    rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
-    BLOCK_H: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+def _turned(
+    base, offsets, inside, rows, position, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Return cosine and sine of rows; 0 where they have no place or the tables no angle."""
+    """Load the two halves of rows, turned by their angle; 0 where they have no place or the tables no angle."""
     columns = tl.arange(0, BLOCK_H)
     angle = position
     if HAS_POSITIONS:
@@ -208,12 +208,7 @@ def _angles(
     known = inside & ((angle >= 0) & (angle < num_angles))[:, None]
     cos = tl.load(cos_table + angle[:, None] * cos_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
     sin = tl.load(sin_table + angle[:, None] * sin_row + columns[None, :], mask=known, other=0.0).to(tl.float32)
-    return cos, sin
-
-
-@triton.jit
-def _turned(low, high, cos, sin):
-    """Turn pairs of dimensions by their angle."""
+    low, high = _halves(base, offsets, inside, HALF)
     return low * cos - high * sin, high * cos + low * sin
 
 
@@ -263,12 +258,10 @@ def _append_kernel(
         )
         inside = mapped[:, None] & (columns < HALF)[None, :]
         if ROTARY:
-            cos, sin = _angles(
-                rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
-                BLOCK_H, HAS_POSITIONS,
+            k_low, k_high = _turned(
+                k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, rows, position,
+                cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles, HALF, BLOCK_H, HAS_POSITIONS,
             )  # fmt: skip
-            k_low, k_high = _halves(k_new + head * kn_head, rows[:, None] * kn_row + columns[None, :], inside, HALF)
-            k_low, k_high = _turned(k_low, k_high, cos, sin)
         target = slot[:, None] * k_slot + position[:, None] * k_token + columns[None, :]
         base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + head * k_head
         _store_halves(base, target, k_low, k_high, inside, k_scale, HALF, LIMIT)
@@ -281,11 +274,9 @@ def _append_kernel(
             rows, reqids, cu_q_lens, seq_lens, num_rows, max_batch_size, max_seq_len, num_lanes, steps, ONE_EACH
         )
         inside = mapped[:, None] & (columns < HALF)[None, :]
-        cos, sin = _angles(
-            rows, position, inside, cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles,
-            BLOCK_H, HAS_POSITIONS,
+        low, high = _turned(
+            q + head * q_head, rows[:, None] * q_row + columns[None, :], inside, rows, position,
+            cos_table, sin_table, positions, cos_row, sin_row, num_rows, num_angles, HALF, BLOCK_H, HAS_POSITIONS,
         )  # fmt: skip
-        low, high = _halves(q + head * q_head, rows[:, None] * q_row + columns[None, :], inside, HALF)
-        low, high = _turned(low, high, cos, sin)
         target = rows[:, None] * qo_row + columns[None, :]
         _store_halves(q_out + head * qo_head, target, low, high, there, 1.0, HALF, 0.0)

@@ -23,7 +23,7 @@ from .common import (
     outputs,
     padded,
 )
-from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles, part_range
+from .decode_parts import RUNTIME_INTS, join_kernel, lane_span, lane_tiles, part_range, share_part, share_span
 from .decode_plan import cut_workspace, join_tile, plan_decode, workspace_numel
 from .lanes import INDICES, cache_pointer, find_slot
 from .tile import LN2, attend, finish_rows, start_rows
@@ -246,22 +246,13 @@ def _decode_kernel(
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
-        total = tl.sum(tiles, 0)
-        size = tl.cdiv(total, num_splits)
-        start = share * size
-        stop = tl.minimum(start + size, total)
-        # Lanes that end where a share begins are not its own, nor are those without a tile.
-        first_lane = tl.sum((ends <= start).to(tl.int32), 0)
-        last_lane = tl.sum((ends < stop).to(tl.int32), 0)
+        start, stop, first_lane, last_lane = share_span(share, tiles, ends, num_splits)
         for lane in tl.range(first_lane, last_lane + 1, num_stages=1):
             slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
             lane_start, lane_stop = lane_span(lane, tiles, ends, BLOCK_L)
-            lowest, _ = part_range(length, 0, 1, Q_LEN, WINDOW, BLOCK_N)
-            begin = lowest + tl.maximum(start - lane_start, 0) * BLOCK_N
-            end = tl.minimum(lowest + (tl.minimum(stop, lane_stop) - lane_start) * BLOCK_N, length)
-            # Of the lanes of a share only the first can have begun before, and only the last can go on.
-            part = 2 * share + (start <= lane_start).to(tl.int32)
-            part = tl.where((start <= lane_start) & (lane_stop <= stop), -1, part)
+            begin, end, part = share_part(
+                share, start, stop, lane_start, lane_stop, length, Q_LEN, WINDOW, BLOCK_N
+            )  # fmt: skip
             _attend_part(
                 q, k_base + slot * k_slot + first_head * k_head, v_base + slot * v_slot + first_head * v_head,
                 out, lse, parts, part_lse, q_row, q_head, out_row, out_head, k_token, v_token, scale, v_scale,

@@ -48,6 +48,40 @@ def lane_span(lane, tiles, ends, BLOCK_L: tl.constexpr):
     return end - tl.sum(tl.where(chosen, tiles, 0), 0), end
 
 
+@triton.jit
+def share_span(share, tiles, ends, num_splits):
+    """Return first and last tile (exclusive) of one of the equal shares of all lanes, and its first and last lane."""
+    total = tl.sum(tiles, 0)
+    size = tl.cdiv(total, num_splits)
+    start = share * size
+    stop = tl.minimum(start + size, total)
+    # Lanes that end where a share begins are not its own, nor are those without a tile.
+    return start, stop, tl.sum((ends <= start).to(tl.int32), 0), tl.sum((ends < stop).to(tl.int32), 0)
+
+
+@triton.jit
+def share_part(
+    share, start, stop, lane_start, lane_stop, length,
+    Q_LEN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the tokens ``[begin, end)`` of a lane in a share, and the number of that part; -1 if it is all of them."""
+    lowest, _ = part_range(length, 0, 1, Q_LEN, WINDOW, BLOCK_N)
+    begin = lowest + tl.maximum(start - lane_start, 0) * BLOCK_N
+    end = tl.minimum(lowest + (tl.minimum(stop, lane_stop) - lane_start) * BLOCK_N, length)
+    # Of the lanes of a share only the first can have begun before, and only the last can go on.
+    part = 2 * share + (start <= lane_start).to(tl.int32)
+    return begin, end, tl.where((start <= lane_start) & (lane_stop <= stop), -1, part)
+
+
+@triton.jit
+def _shares_of(lane, tiles, ends, num_splits, BLOCK_L: tl.constexpr):
+    """Return the shares ``[first, stop)`` that have tiles of a lane, their size, and the lane's first tile."""
+    size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_splits), 1)
+    lane_start, lane_stop = lane_span(lane, tiles, ends, BLOCK_L)
+    first = lane_start // size
+    return first, tl.where(lane_start < lane_stop, (lane_stop - 1) // size + 1, first), size, lane_start
+
+
 @triton.jit(do_not_specialize=RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def join_kernel(
     parts, part_lse, out, lse, reqids, seq_lens, out_row, out_head, v_scale,
@@ -67,10 +101,7 @@ def join_kernel(
         tiles, ends = lane_tiles(
             reqids, seq_lens, max_batch_size, max_seq_len, num_lanes, Q_LEN, WINDOW, BLOCK_N, BLOCK_L
         )  # fmt: skip
-        size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_splits), 1)
-        lane_start, lane_stop = lane_span(row // Q_LEN, tiles, ends, BLOCK_L)
-        first = lane_start // size
-        stop = tl.where(lane_start < lane_stop, (lane_stop - 1) // size + 1, first)
+        first, stop, size, lane_start = _shares_of(row // Q_LEN, tiles, ends, num_splits, BLOCK_L)
         if stop == first + 1:
             return
     else:

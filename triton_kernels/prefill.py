@@ -134,6 +134,34 @@ def _check_options(causal: bool, window: int | None, soft_cap: float | None, max
 # --- on the device ---------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _find_tile(cu_q_lens, place, num_lanes, steps, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the lane that owns a tile of packed rows, its first row, its rows, and which of its tiles it is."""
+    lane = find_lane(cu_q_lens, place, num_lanes, steps, GROUP, BLOCK_M)
+    first_row = tl.load(cu_q_lens + lane).to(tl.int64)
+    q_len = (tl.load(cu_q_lens + lane + 1).to(tl.int64) - first_row).to(tl.int32)
+    return lane, first_row, q_len, (place - (first_row * GROUP // BLOCK_M + lane)).to(tl.int32)
+
+
+@triton.jit
+def _seen(length, first_position, last_position, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the tokens ``[begin, end)`` that rows at these positions see, and how far every row sees every token.
+
+    That far tokens take the fast way. A window has such tokens too, but rarely enough of them.
+    """
+    begin = length * 0
+    end = length
+    everyone = length
+    if CAUSAL:
+        end = tl.minimum(length, last_position + 1)
+        everyone = tl.minimum(length, first_position + 1)
+    fast_end = tl.maximum(everyone, 0) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+        fast_end = begin
+    return begin, fast_end, end
+
+
 @triton.jit(do_not_specialize=_RUNTIME_INTS, do_not_specialize_on_alignment=INDICES)
 def _prefill_kernel(
     q, k_address, v_address, out, lse, reqids, cu_q_lens, seq_lens,
@@ -147,10 +175,7 @@ def _prefill_kernel(
     """One tile of packed rows of one KV head. Last tiles first: under a causal mask they take longest."""
     kv_head = tl.program_id(0)
     place = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    lane = find_lane(cu_q_lens, place, num_lanes, steps, GROUP, BLOCK_M)
-    first_row = tl.load(cu_q_lens + lane).to(tl.int64)
-    q_len = (tl.load(cu_q_lens + lane + 1).to(tl.int64) - first_row).to(tl.int32)
-    tile = (place - (first_row * GROUP // BLOCK_M + lane)).to(tl.int32)
+    lane, first_row, q_len, tile = _find_tile(cu_q_lens, place, num_lanes, steps, GROUP, BLOCK_M)
     if tile * BLOCK_M >= q_len * GROUP:
         return
     slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, max_seq_len)
@@ -169,18 +194,7 @@ def _prefill_kernel(
     past = length - q_len
     first_position = past + tile * BLOCK_M // GROUP
     last_position = past + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-
-    # Tokens that every row sees take the fast way. A window has them too, but rarely enough of them.
-    begin = length * 0
-    end = length
-    everyone = length
-    if CAUSAL:
-        end = tl.minimum(length, last_position + 1)
-        everyone = tl.minimum(length, first_position + 1)
-    fast_end = tl.maximum(everyone, 0) // BLOCK_N * BLOCK_N
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
-        fast_end = begin
+    begin, fast_end, end = _seen(length, first_position, last_position, BLOCK_N, CAUSAL, WINDOW)
 
     kv = tl.cast(kv_head, tl.int64)
     k_base = cache_pointer(k_address, ELEMENT, ALIGNMENT) + slot * k_slot + kv * k_head
