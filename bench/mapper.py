@@ -61,22 +61,14 @@ def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str,
         cache.check_integrity()
     p50, p99 = percentiles(calls, 0.5, 0.99)
     return {
-        "measure": "stalls",
-        "shape": shape_name,
-        "slots": slots,
-        "steps": steps,
-        "mapper": mapper,
+        "measure": "stalls", "shape": shape_name, "slots": slots, "steps": steps, "mapper": mapper,
         "main_thread": "busy" if busy else "idle",
-        "stalls": len(waits),
-        "stall_ms_total": sum(waits) / 1e3,
-        "stall_ms_max": max(waits, default=0.0) / 1e3,
-        "step_us_p50": p50,
-        "step_us_p99": p99,
-        "step_us_max": max(calls),
+        "stalls": len(waits), "stall_ms_total": sum(waits) / 1e3, "stall_ms_max": max(waits, default=0.0) / 1e3,
+        "step_us_p50": p50, "step_us_p99": p99, "step_us_max": max(calls),
         "lookahead_pages_per_request": statistics.mean(held),
         "pages_lookahead": after.pages_lookahead - before.pages_lookahead,
         "pages_growth": after.pages_growth - before.pages_growth,
-    }
+    }  # fmt: skip
 
 
 def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
