@@ -209,4 +209,5 @@ def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: i
             return
         yield Growth(slot, part)
         affordable -= part
-        handles_left -= planes * -(-part // extent_pages if part > handles_left // planes else part)
+        handles = -(-part // extent_pages) if part > handles_left // planes else part
+        handles_left -= planes * handles
