@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ SeqLens: TypeAlias = "Mapping[int, int] | Sequence[int] | torch.Tensor"
 """``{reqid: len}``, or `max_batch_size` lengths (list, numpy array or CPU tensor of integers; 0 = idle)."""
 
 _MOST = 2**63 - 1
-_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32})
 
 
 def parse_seq_lens(seq_lens: SeqLens, num_slots: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def parse_seq_lens(seq_lens: SeqLens, num_slots: int) -> torch.Tensor:
     elif isinstance(seq_lens, Mapping):
         vector = _from_mapping(seq_lens, num_slots)
     elif type(seq_lens).__module__ == "numpy":
-        vector = torch.as_tensor(seq_lens)
+        vector = _from_numpy(seq_lens)
     else:
         vector = _from_sequence(seq_lens)
     if not vector.is_cpu:
@@ -59,11 +59,20 @@ def _from_mapping(seq_lens: Mapping[int, int], num_slots: int) -> torch.Tensor:
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
+def _from_numpy(seq_lens: Any) -> torch.Tensor:
+    """Take an array of any integers, in any byte order and stride, as torch takes only some."""
+    if seq_lens.dtype.kind not in "iu":
+        raise ConfigError(f"seq_lens has dtype {seq_lens.dtype}; it must hold integers")
+    if seq_lens.dtype.kind == "u" and seq_lens.size and seq_lens.max() > _MOST:
+        raise ConfigError(f"seq_lens has a length of {seq_lens.max()}; it must be at most {_MOST}")
+    return torch.as_tensor(seq_lens.astype("int64", order="C", copy=False))
+
+
 def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
     """Convert a sequence of ints; through `array`, several times faster than `torch.tensor` on a list."""
     try:
-        if bool in set(map(type, seq_lens)):
-            raise TypeError("bools are not lengths")
+        if isinstance(seq_lens, (bytes, bytearray)) or bool in set(map(type, seq_lens)):
+            raise TypeError("neither bytes nor bools are lengths")
         packed = array("q", seq_lens)
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"seq_lens is {seq_lens!r:.200}; it must be integers or a {{reqid: len}} dict") from error

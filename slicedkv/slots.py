@@ -89,8 +89,10 @@ class SlotTable:
             `slot` is None: there was no idle slot.
         """
         if slot is None:
+            lost = f", {len(self.lost)} out of use until the cache is closed" if self.lost else ""
             raise OutOfSlotsError(
-                f"all {self.num_slots} slots are active; free a request first or raise max_batch_size",
+                f"none of {self.num_slots} slots is idle: {self.num_active} active{lost}; free a request first or "
+                "raise max_batch_size",
                 requested=1,
                 available=0,
             )

@@ -134,4 +134,6 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
     except ImportError as error:
         package = _INSTALL.get(name)
         return f"cannot import {error.name or error}" + (f"; pip install {package}" if package else "")
+    except Exception as error:  # a package that is there and broken, such as one whose parts are of different versions
+        return f"cannot be imported: {type(error).__name__}: {error}"
     return backend.supports(device, dtype, head_dim)

@@ -96,6 +96,10 @@ class Engine:
         self._eos_ids = eos_ids(model)
         self._closed = False
         check_prefix_cache(prefix_cache, cache)
+        if not isinstance(backend, str) and backend.cache is not cache:
+            raise ConfigError(
+                f"backend {backend.name!r} is not over the engine's cache; pass cache= the one it is over"
+            )
         shape = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
         self.cache: SlicedKVCache = open_cache(model, cache, {**shape, **cache_kwargs})
         try:
@@ -183,9 +187,10 @@ class Engine:
             wait = self._accept(ready, chosen)
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         self.scheduler.retire()
+        self.num_steps += 1
         if self.on_step:
             record = EngineStep(
-                index=self.num_steps,
+                index=self.num_steps - 1,
                 seconds=time.perf_counter() - start,
                 wait_seconds=wait,
                 num_running=len(self.scheduler.running),
@@ -199,7 +204,6 @@ class Engine:
                 held_bytes=held_bytes,
             )
             self.on_step(record)
-        self.num_steps += 1
         return self._take_events()
 
     def _accept(self, ready: Sequence[Request], chosen: Tensor) -> float:
@@ -231,6 +235,8 @@ class Engine:
                 given += 1
             if request.finished:
                 return
+            if self.idle:
+                raise ConfigError(f"{request!r} is not one of this engine's; stream it where it was submitted")
             self.step()
 
     def generate(
@@ -247,14 +253,13 @@ class Engine:
             requests.extend(self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True))
             self.run()
         except BaseException:
-            for request in requests:
-                self.abort(request)
+            self.abort(*requests)
             raise
         return [request.output_ids for request in requests]
 
-    def abort(self, request: Request) -> None:
-        """End a request now; its slot is free for others. Does nothing when it is finished."""
-        self.scheduler.abort(request)
+    def abort(self, *requests: Request) -> None:
+        """End requests now; their slots are free for others. See `Scheduler.abort`."""
+        self.scheduler.abort(*requests)
 
     def reset_prefix_cache(self) -> None:
         """Give up all prefixes of finished requests. Running ones still share theirs."""
@@ -262,16 +267,21 @@ class Engine:
         self.scheduler.admission.clear()
 
     def close(self) -> None:
-        """Abort what is left, give the model its attention back and free all memory. The second call does nothing."""
+        """Abort what is left, give the model its attention back and free all memory.
+
+        If that fails, all that can be done is, and another call tries the rest again; otherwise it does nothing.
+        """
         if self._closed:
+            self.cache.close()
             return
         self._closed = True
         try:
-            for request in [*self.scheduler.waiting, *self.scheduler.running]:
-                self.scheduler.abort(request)
+            self.scheduler.abort(*self.scheduler.waiting, *self.scheduler.running)
         finally:
-            self._runner.close()
-            self.cache.close()
+            try:
+                self._runner.close()
+            finally:
+                self.cache.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..attention.base import FLOAT8_DTYPES
 from ..cache import SlicedKVCache
 from ..config import MemoryLimit, parse_memory_limit
 from ..errors import ConfigError
-from ..integrations.transformers import cache_for_model, check_config, decoder_config
+from ..integrations.transformers import cache_for_model, check_cache, check_config, decoder_config
 from .admission import Admission
 from .prefix_cache import PrefixCache, SharingCache
 
@@ -29,11 +30,28 @@ def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dic
         if given:
             raise ConfigError(f"a cache came with {', '.join(given)}; the cache has its own, leave them out")
         check_config(decoder_config(model), cache.layout.max_seq_len)
+        _check_fits(model, cache)
         return cache
     missing = [name for name in ("max_batch_size", "max_seq_len") if name not in given]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing; give both, or a cache")
-    return cache_for_model(model, **options)
+    opened = cache_for_model(model, **options)
+    try:
+        _check_fits(model, opened)
+    except ConfigError:
+        opened.close()
+        raise
+    return opened
+
+
+def _check_fits(model: PreTrainedModel, cache: SlicedKVCache) -> None:
+    """Refuse a cache that a model's K and V do not fit."""
+    check_cache(decoder_config(model), cache)
+    if cache.dtype not in (model.dtype, *FLOAT8_DTYPES) or cache.device.type != model.device.type:
+        raise ConfigError(
+            f"the cache holds {cache.dtype} on {cache.device}, the model computes in {model.dtype} on {model.device}; "
+            "open the cache with cache_for_model(model, ...)"
+        )
 
 
 def check_prefix_cache(limit: MemoryLimit, cache: SlicedKVCache | None) -> None:

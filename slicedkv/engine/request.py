@@ -115,6 +115,7 @@ class Request:
         self.num_preemptions = 0
         self._stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._generator: torch.Generator | None = None
+        self._drawn: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -153,6 +154,13 @@ class Request:
                 self._generator.manual_seed(self.params.seed)
         return self._generator
 
+    @property
+    def drawn(self) -> float:
+        """The number in [0, 1) that decides on the next token; as long as there is none, the same one."""
+        if self._drawn is None:
+            self._drawn = float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        return self._drawn
+
     def pending_ids(self, count: int) -> list[int]:
         """Return the next `count` tokens to compute."""
         return self.token_ids(self.num_computed, self.num_computed + count)
@@ -167,6 +175,7 @@ class Request:
     def accept(self, token: int) -> None:
         """Take a generated token, and finish when it is the last."""
         self.output_ids.append(token)
+        self._drawn = None
         if token in self._stop_ids:
             self.finish(FinishReason.STOP)
         elif len(self.output_ids) >= self.params.max_tokens:

@@ -11,7 +11,7 @@ from ..attention.batch import PADDED
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import ATTENTION_NAME
 from .graphs import DecodeGraphs
-from .scheduler import StepPlan
+from .plan import StepPlan
 
 __all__ = ["ModelRunner"]
 

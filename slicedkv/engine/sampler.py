@@ -26,7 +26,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     logits : Tensor
         ``[len(requests), vocabulary]``.
     requests : sequence of Request
-        In the order of the rows. The generators of those that sample move on by one number.
+        In the order of the rows. Those that sample draw a number each, once for every token.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Draw one token a row by inverting the cumulative distribution of the kept tokens, likeliest first."""
     numbers = torch.tensor(
-        [(request.params.temperature, request.params.top_p, _uniform(request)) for request in requests],
+        [(request.params.temperature, request.params.top_p, request.drawn) for request in requests],
         dtype=torch.float64,
     )
     temperature, top_p, uniform = numbers.to(logits.device, non_blocking=True)[:, :, None].unbind(dim=1)
@@ -57,7 +57,3 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     point = uniform * cumulative.gather(1, last)
     place = torch.minimum(torch.searchsorted(cumulative, point, right=True), last)
     return order.gather(1, place)[:, 0]
-
-
-def _uniform(request: Request) -> float:
-    return float(torch.rand((), generator=request.generator, dtype=torch.float64))

@@ -13,16 +13,16 @@ on, and so does everybody in turn. What is kept for requests to come is given up
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..checks import check_int
 from ..errors import CapacityError, ConfigError, OutOfPagesError, OutOfSlotsError
 from .admission import Admission, AdmittingCache, slot_of
+from .plan import StepPlan
 from .preemption import PreemptionKind, Preemptor, SwappingCache
 from .request import FinishReason, Request, RequestState
 
-__all__ = ["Scheduler", "StepPlan"]
+__all__ = ["Scheduler"]
 
 
 class SchedulerCache(AdmittingCache, SwappingCache, Protocol):
@@ -30,19 +30,6 @@ class SchedulerCache(AdmittingCache, SwappingCache, Protocol):
 
     def step(self, seq_lens: dict[int, int]) -> bool: ...
     def pages_needed(self, seq_lens: dict[int, int]) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: requests in packed order and how many of their pending tokens each computes."""
-
-    requests: tuple[Request, ...]
-    q_lens: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Packed tokens."""
-        return sum(self.q_lens)
 
 
 class Scheduler:
@@ -77,6 +64,7 @@ class Scheduler:
         self.preemptor = Preemptor(cache, preemption)
         self.admission = Admission(cache) if admission is None else admission
         self._total_pages = cache.pages_available()
+        self._rewound: list[Request] = []  # the cache still counts a token more
         self._refused: Request | None = None  # ahead of the next step, and nobody has left since
 
     @property
@@ -101,10 +89,11 @@ class Scheduler:
                 f"{tokens} rows; max_seq_len is {layout.max_seq_len}"
             )
         pages = self.admission.pages(tokens)
+        self._total_pages = max(self._total_pages, self._cache.pages_available())  # the limit may have been raised
         if pages > self._total_pages:
             raise CapacityError(
                 f"{tokens} tokens need {pages} pages of {layout.page_bytes} bytes and the cache has "
-                f"{self._total_pages} in all; raise memory_limit or lower max_tokens",
+                f"{self._total_pages} in all; raise memory_limit (set_memory_limit) or lower max_tokens",
                 requested=pages,
                 available=self._total_pages,
             )
@@ -122,6 +111,7 @@ class Scheduler:
         for request in self.running:
             if not request.num_pending:  # computed, but its next token was not chosen: its last one is computed again
                 request.num_computed -= 1
+                self._rewound.append(request)
         may_admit = not self.waiting or self.waiting[0] is not self._refused
         self._refused = None
         while not self.idle:
@@ -163,14 +153,25 @@ class Scheduler:
                 return
             budget -= newcomer.num_pending
 
-    def abort(self, request: Request) -> None:
-        """End a request early; does nothing when it is finished."""
-        if request.finished:
-            return
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-            self.preemptor.drop(request)
-        request.finish(FinishReason.ABORTED)
+    def abort(self, *requests: Request) -> None:
+        """End requests early; those that are finished stay as they are.
+
+        Raises
+        ------
+        ConfigError
+            One is another scheduler's; none was ended.
+        StateError, DriverError
+            The cache failed in freeing a slot. All are ended, and `schedule` frees what is left.
+        """
+        left = [request for request in requests if not request.finished]
+        for request in left:
+            if request not in (self.waiting if request.state is RequestState.WAITING else self.running):
+                raise ConfigError(f"{request!r} is not one of this engine's; abort it where it was submitted")
+        for request in left:
+            if request.state is RequestState.WAITING:
+                self.waiting.remove(request)
+                self.preemptor.drop(request)
+            request.finish(FinishReason.ABORTED)
         self.retire()
 
     def retire(self) -> None:
@@ -198,10 +199,21 @@ class Scheduler:
 
     def _back(self, plan: StepPlan) -> bool:
         """Have every row of a plan backed, at the cost of what is kept for requests to come; False: memory is short."""
-        seq_lens = self._seq_lens(plan)
-        while not self._cache.step(seq_lens):
+        seq_lens = plan.seq_lens(self.running)
+        while not (self._step_back() and self._cache.step(seq_lens)):
             if not self.admission.evict():
                 return False
+        return True
+
+    def _step_back(self) -> bool:
+        """Let the cache know what is going to be written again: it must not be where others share it.
+
+        After newcomers were admitted, for they may share all that was computed. False: no memory for copies.
+        """
+        running = [request for request in self._rewound if request.reqid is not None]
+        if running and not self._cache.step({slot_of(request): request.num_computed for request in running}):
+            return False
+        self._rewound.clear()
         return True
 
     def _is_head_fresh(self) -> bool:
@@ -270,18 +282,11 @@ class Scheduler:
         request.reqid = None
         self.running.remove(request)
 
-    def _seq_lens(self, plan: StepPlan) -> dict[int, int]:
-        """Lengths of all running requests after the plan; one without tokens in this step keeps its length."""
-        seq_lens = {slot_of(request): request.num_computed for request in self.running}
-        for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
-            seq_lens[slot_of(request)] += q_len
-        return seq_lens
-
     def _out_of_pages(self, plan: StepPlan) -> OutOfPagesError:
-        needed, available = self._cache.pages_needed(self._seq_lens(plan)), self._cache.pages_available()
+        needed, available = self._cache.pages_needed(plan.seq_lens(self.running)), self._cache.pages_available()
         return OutOfPagesError(
             f"{plan.requests[0]!r}, the only one running, needs {needed} more pages and {available} can be had, though "
-            f"{self._total_pages} could when the engine was opened; something else holds the memory",
+            f"{self._total_pages} could before; something else holds the memory",
             requested=needed,
             available=available,
         )

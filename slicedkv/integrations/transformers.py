@@ -52,15 +52,40 @@ def cache_for_model(
     """
     config = decoder_config(model)
     check_config(config, max_seq_len)
-    geometry: dict[str, Any] = {
-        "num_layers": config.num_hidden_layers,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "dtype": getattr(config, "dtype", None) or torch.get_default_dtype(),
-    }
+    like_model: dict[str, Any] = {"dtype": getattr(config, "dtype", None) or torch.get_default_dtype()}
     if isinstance(model, PreTrainedModel):
-        geometry |= {"dtype": model.dtype, "device": model.device}
-    return SlicedKVCache(max_batch_size=max_batch_size, max_seq_len=max_seq_len, **(geometry | kwargs))
+        like_model = {"dtype": model.dtype, "device": model.device}
+    shape = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, **geometry(config)}
+    return SlicedKVCache(**(like_model | shape | kwargs))
+
+
+def geometry(config: PretrainedConfig) -> dict[str, int]:
+    """Return layers, KV heads and head dimension of a decoder."""
+    heads: int = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1  # Falcon's older models say so and nothing else
+    return {
+        "num_layers": config.num_hidden_layers,
+        "num_kv_heads": kv_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def check_cache(config: PretrainedConfig, cache: SlicedKVCache) -> None:
+    """Refuse a cache of another shape than a model's K and V.
+
+    Raises
+    ------
+    ConfigError
+        It differs in layers, KV heads or head dimension.
+    """
+    for name, value in geometry(config).items():
+        found = getattr(cache.layout, name)
+        if found != value:
+            raise ConfigError(
+                f"the cache has {name} {found} and the model {value}; open the cache with cache_for_model(model, ...)"
+            )
 
 
 def decoder_config(model: PreTrainedModel | PretrainedConfig) -> PretrainedConfig:
@@ -101,8 +126,10 @@ def check_config(config: PretrainedConfig, max_seq_len: int) -> None:
 def _check_rope(config: PretrainedConfig, max_seq_len: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
+    if kind not in {"dynamic", "longrope"}:
+        return
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if kind in {"dynamic", "longrope"} and max_seq_len > limit:
+    if max_seq_len > limit:
         raise ConfigError(
             f"rope_type {kind!r} changes all positions when one request is longer than {limit} tokens, so requests "
             f"cannot share a batch; use max_seq_len <= {limit}, not {max_seq_len}"

@@ -41,6 +41,7 @@ class SlicedTransformersCache(Cache):
     def __init__(self, cache: SlicedKVCache) -> None:
         self.sliced = cache
         self._slots = range(0)
+        self._unused: list[int] = []  # slots to be given back
         self._backed_len = 0
         self._closed = False
         super().__init__(layers=[_SliceLayer(self, index) for index in range(cache.layout.num_layers)])
@@ -65,6 +66,15 @@ class SlicedTransformersCache(Cache):
         """Rows of the model's batch, -1 before the first forward."""
         return len(self._slots) or -1
 
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Append a layer's new K and V; return views of all."""
+        if layer_idx >= len(self.layers):
+            raise ConfigError(
+                f"the model has a layer {layer_idx} and the cache {len(self.layers)} layers; open it with "
+                "cache_for_model(model, ...)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def rows(self, tensor: Tensor, seq_len: int) -> Tensor:
         """Return this batch's rows ``[B, seq_len, H, D]`` of a layer slice, a view."""
         return tensor[self._slots.start : self._slots.stop, :seq_len]
@@ -83,38 +93,79 @@ class SlicedTransformersCache(Cache):
         """
         if self._closed:
             raise StateError("this SlicedTransformersCache is closed; make a new one")
+        if not batch_size:
+            raise ConfigError("the batch has 0 rows; it needs at least one")
         if not self._slots:
-            self._slots = _alloc_neighbours(self.sliced, batch_size)
+            self._free_unused()
+            try:
+                self._slots = self._alloc_neighbours(batch_size)
+            finally:
+                self._free_unused()
         if batch_size != len(self._slots):
             raise ConfigError(
                 f"the batch has {batch_size} rows, the cache holds {len(self._slots)}; call reset() first"
             )
-        if seq_len <= self._backed_len:
-            return
+        if seq_len > self._backed_len:
+            self._step(seq_len)
+
+    def _step(self, seq_len: int) -> None:
         seq_lens = dict.fromkeys(self._slots, seq_len)
         if not self.sliced.step(seq_lens):
             needed, available = self.sliced.pages_needed(seq_lens), self.sliced.pages_available()
             raise OutOfPagesError(
-                f"{batch_size} rows of {seq_len} tokens need {needed} more pages and {available} can be had; "
+                f"{len(self._slots)} rows of {seq_len} tokens need {needed} more pages and {available} can be had; "
                 "raise memory_limit, or use a smaller batch",
                 requested=needed,
                 available=available,
             )
         self._backed_len = seq_len
 
+    def _step_back(self, seq_len: int) -> None:
+        """Let the cache know that rows from `seq_len` on are written again: not where other requests share them.
+
+        A row is the least it can be told.
+        """
+        if self._slots:
+            self.sliced.step(dict.fromkeys(self._slots, max(1, seq_len)))
+
+    def _alloc_neighbours(self, count: int) -> range:
+        """Take `count` neighbouring slots; what was taken on the way there is given back."""
+        held: set[int] = set()
+        found = range(0)
+        try:
+            while not found:
+                held.add(low := self.sliced.alloc_reqid())
+                high = low + 1
+                while low - 1 in held:
+                    low -= 1
+                while high in held:
+                    high += 1
+                if high - low >= count:
+                    found = range(low, low + count)
+        except OutOfSlotsError as error:
+            message = f"a batch of {count} rows needs {count} neighbouring slots; raise max_batch_size or free requests"
+            raise OutOfSlotsError(message, requested=count, available=len(held)) from error
+        finally:
+            self._unused += held.difference(found)
+        return found
+
     def reset(self) -> None:
-        """Forget all tokens and give the slots back."""
-        slots, self._slots, self._backed_len = self._slots, range(0), 0
+        """Forget all tokens and give the slots back. If that fails, another call gives back the rest."""
+        self._unused += self._slots
+        self._slots, self._backed_len = range(0), 0
         for layer in self.layers:
             layer.reset()
-        for reqid in slots:
-            self.sliced.free_reqid(reqid)
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        while self._unused:
+            self.sliced.free_reqid(self._unused[-1])
+            self._unused.pop()
 
     def close(self) -> None:
-        """Give the slots back for good. The second call does nothing."""
-        if not self._closed:
-            self.reset()
-            self._closed = True
+        """Give the slots back for good. Another call does nothing, or gives back what could not be the first time."""
+        self._closed = True
+        self.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` tokens; a positive value is the length to keep, as it once was.
@@ -123,6 +174,20 @@ class SlicedTransformersCache(Cache):
         """
         super().crop(tokens_to_remove)
         self._backed_len = self.get_seq_length()
+        self._step_back(self._backed_len)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give each row of the batch the tokens of row ``beam_idx[i]``.
+
+        Raises
+        ------
+        OutOfPagesError
+            Other requests share rows of these, and there is no memory for copies. Nothing was moved.
+        """
+        self._step_back(0)
+        if self._backed_len:
+            self._step(self._backed_len)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: rows are slots, and their neighbours may be taken."""
@@ -150,7 +215,13 @@ class _SliceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner, sliced = self._owner, self._owner.sliced
-        batch_size, _, q_len, _ = key_states.shape
+        batch_size, num_heads, q_len, head_dim = key_states.shape
+        layout = sliced.layout
+        if (num_heads, head_dim) != (layout.num_kv_heads, layout.head_dim):
+            raise ConfigError(
+                f"the model has {num_heads} KV heads of {head_dim}, the cache {layout.num_kv_heads} of "
+                f"{layout.head_dim}; open it with cache_for_model(model, ...)"
+            )
         if key_states.dtype != sliced.dtype:
             raise ConfigError(
                 f"the model computes in {key_states.dtype}, the cache holds {sliced.dtype}; use one dtype"
@@ -187,26 +258,3 @@ class _SliceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for tensor in (sliced.k(self._index), sliced.v(self._index)):
             rows = self._owner.rows(tensor, self._seq_len)
             rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
-
-
-def _alloc_neighbours(cache: SlicedKVCache, count: int) -> range:
-    """Take `count` neighbouring slots; what was taken on the way there is given back."""
-    held: set[int] = set()
-    found = range(0)
-    try:
-        while not found:
-            held.add(low := cache.alloc_reqid())
-            high = low + 1
-            while low - 1 in held:
-                low -= 1
-            while high in held:
-                high += 1
-            if high - low >= count:
-                found = range(low, low + count)
-    except OutOfSlotsError as error:
-        message = f"a batch of {count} rows needs {count} neighbouring slots; raise max_batch_size or free requests"
-        raise OutOfSlotsError(message, requested=count, available=len(held)) from error
-    finally:
-        for reqid in held.difference(found):
-            cache.free_reqid(reqid)
-    return found

@@ -13,7 +13,11 @@ from slicedkv.errors import ConfigError
 
 
 def sample(logits, requests):
-    return sample_on_device(logits, requests).tolist()
+    """Choose tokens and hand them on, as the engine does."""
+    tokens = sample_on_device(logits, requests).tolist()
+    for request, token in zip(requests, tokens, strict=True):
+        request.accept(token)
+    return tokens
 
 
 def request(request_id=0, prompt=(5, 6, 7), eos=(2,), **params):

@@ -34,7 +34,7 @@ def test_best_fit_avoids_slots_whose_work_may_still_run() -> None:
 def test_states() -> None:
     slots, mapped = table_with([0, 0])
     assert [slots.activate(slots.best_fit(1, mapped.__getitem__)) for _ in range(2)] == [0, 1]
-    with pytest.raises(OutOfSlotsError, match="all 2 slots") as caught:
+    with pytest.raises(OutOfSlotsError, match="none of 2 slots is idle: 2 active; free") as caught:
         slots.activate(slots.best_fit(1, mapped.__getitem__))
     assert (caught.value.requested, caught.value.available) == (1, 0)
     slots.release(0, None)
@@ -44,3 +44,11 @@ def test_states() -> None:
         slots.require_active(7)
     slots.lose(0)
     assert slots.best_fit(1, mapped.__getitem__) is None
+
+
+def test_lost_slots_are_named_when_none_is_left() -> None:
+    slots, _ = table_with([0, 0])
+    slots.activate(0)
+    slots.lose(1)
+    with pytest.raises(OutOfSlotsError, match="1 active, 1 out of use until the cache is closed"):
+        slots.activate(None)

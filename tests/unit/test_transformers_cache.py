@@ -8,8 +8,8 @@ import inspect
 import pytest
 import torch
 
-from slicedkv.errors import ConfigError, OutOfPagesError, OutOfSlotsError, StateError
-from slicedkv.integrations.transformers import SlicedTransformersCache, cache_for_model
+from slicedkv.errors import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, StateError
+from slicedkv.integrations.transformers import SlicedTransformersCache
 
 KIB = 1 << 10
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
@@ -184,6 +184,62 @@ def test_rows_are_neighbours_among_taken_slots(over, tiny_model):
     assert sliced.step({1: 9, 4: 9})
 
 
+def test_slots_that_could_not_be_given_back_are_later(over, tiny_model):
+    """A failure of the background shows in whatever call comes next, and that call does nothing."""
+    sliced, new = over(tiny_model(), max_batch_size=4), torch.randn(2, 2, 1, 16)
+    cache = SlicedTransformersCache(sliced)
+    cache.update(new, new, 0)
+    sliced._mapper.failure = DriverError("map", 999, "CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError):
+        cache.close()
+    cache.close()
+    assert sliced.stats().active_slots == 0
+
+
+def test_slots_taken_in_vain_are_given_back_after_a_failure(over, tiny_model, monkeypatch):
+    sliced, new = over(tiny_model(), max_batch_size=4), torch.randn(2, 2, 1, 16)
+    taken = [sliced.alloc_reqid() for _ in range(4)]
+    for reqid in {0, 2, 3}:
+        sliced.free_reqid(taken[reqid])
+    alloc, calls = sliced.alloc_reqid, []
+
+    def alloc_with_news():
+        calls.append(alloc())
+        if len(calls) == 3:
+            sliced._mapper.failure = DriverError("map", 999, "CUDA_ERROR_UNKNOWN")
+        return calls[-1]
+
+    monkeypatch.setattr(sliced, "alloc_reqid", alloc_with_news)
+    cache = SlicedTransformersCache(sliced)
+    with pytest.raises(DriverError):
+        cache.update(new, new, 0)
+    keys, _ = cache.update(new, new, 0)
+    assert torch.equal(keys, new)
+    cache.close()
+    assert sliced.stats().active_slots == 1
+
+
+def test_rows_that_others_share_are_not_written_again(over, tiny_model):
+    """Cropped or reordered, a batch writes rows once more; a fork keeps what it had."""
+    sliced = over(tiny_model(), extent_pages=1)
+    cache = SlicedTransformersCache(sliced)
+    old, new = torch.randn(2, 2, 100, 16), torch.randn(2, 2, 20, 16)
+    for layer in range(3):
+        cache.update(old, old, layer)
+    (fork,) = sliced.fork(cache._slots.start)
+    cache.crop(-50)
+    for layer in range(3):
+        cache.update(new, new, layer)
+    assert torch.equal(sliced.k(2)[fork, :100].transpose(0, 1), old[0])
+    (other,) = sliced.fork(cache._slots.start)
+    before = sliced.k(2)[other, :70].clone()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(sliced.k(2)[other, :70], before)
+    assert torch.equal(cache.update(new, new, 2)[0][0, :, :50], old[1, :, :50])
+    for reqid in (fork, other):
+        sliced.free_reqid(reqid)
+
+
 def test_memory_runs_out_with_numbers_and_the_cache_lives_on(over, tiny_model):
     sliced = over(tiny_model(), memory_limit=16 * 4 * KIB, max_seq_len=4000)
     cache = SlicedTransformersCache(sliced)
@@ -202,6 +258,12 @@ def test_refusals(over, tiny_model):
     new = torch.randn(2, 2, 3, 16)
     with pytest.raises(ConfigError, match="float16"):
         cache.update(new.half(), new.half(), 0)
+    with pytest.raises(ConfigError, match="a layer 3 and the cache 3 layers"):
+        cache.update(new, new, 3)
+    with pytest.raises(ConfigError, match="1 KV heads of 16, the cache 2 of 16"):
+        cache.update(new[:, :1], new[:, :1], 0)
+    with pytest.raises(ConfigError, match="0 rows"):
+        cache.update(new[:0], new[:0], 0)
     cache.update(new, new, 0)
     with pytest.raises(ConfigError, match="3 rows"):
         cache.update(torch.randn(3, 2, 1, 16), torch.randn(3, 2, 1, 16), 0)
@@ -219,46 +281,3 @@ def test_refusals(over, tiny_model):
     assert "closed" in repr(cache)
     with pytest.raises(StateError, match="closed"):
         cache.update(new, new, 0)
-
-
-def test_cache_for_model(tiny_model):
-    model = tiny_model("qwen2", torch.bfloat16)
-    with cache_for_model(model, 3, 100, memory_limit="8MiB", page_bytes=64 * KIB) as cache:
-        layout = cache.layout
-        assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (3, 2, 16)
-        assert (layout.max_batch_size, layout.max_seq_len, cache.dtype) == (3, 100, torch.bfloat16)
-    with cache_for_model(model.config, 3, 100, memory_limit="8MiB", device="cpu", dtype="float16") as cache:
-        assert cache.dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "named"),
-    [
-        ("mistral", {"sliding_window": 99}, "sliding window of 99"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window of 64"),
-        ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30"),
-        ("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
-        (
-            "llama",
-            {
-                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-                "max_position_embeddings": 64,
-            },
-            "rope_type 'dynamic'",
-        ),
-    ],
-)
-def test_models_that_are_not_plainly_causal_are_refused(family, options, named):
-    import transformers
-
-    kind = {"mistral": "MistralConfig", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}[family]
-    config = getattr(transformers, kind)(num_hidden_layers=3, **options)
-    with pytest.raises(ConfigError, match=named):
-        cache_for_model(config, 2, 100, device="cpu")
-
-
-def test_a_window_as_long_as_the_cache_is_no_window(over, tiny_model):
-    import transformers
-
-    config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=100)
-    cache_for_model(config, 2, 100, device="cpu", dtype="float16", memory_limit="4MiB").close()
