@@ -32,11 +32,12 @@ is busy in Python, where every batch costs it two or three waits for the GIL of 
 
 
 class Work(NamedTuple):
-    """One batch: growths, or handles to create (`stock`), or a slot to take pages from (`reclaim`)."""
+    """One batch: growths, or for "stock" a number of handles to create, or for "reclaim" a slot to take pages from."""
 
     reason: Reason
     growths: tuple[Growth, ...] = ()
-    amount: int = 0
+    handles: int = 0
+    slot: int = -1
 
 
 class Planner:
@@ -80,9 +81,9 @@ class Planner:
             if work.growths:
                 grow_slots(self.state, work.growths, work.reason)
             elif work.reason == "stock":
-                self.state.pool.stock(work.amount)
+                self.state.pool.stock(work.handles)
             else:
-                reclaim_slot(self.state, work.amount, wait=False)
+                reclaim_slot(self.state, work.slot, wait=False)
         finally:
             self._set_slots(None)
         return time.perf_counter() - started
@@ -138,7 +139,7 @@ class Planner:
         """Unmap what idle slots share with others: nothing can be built on that, and no memory is kept for anybody."""
         for slot in self._idle_sharers():
             if self.state.is_over(slot):
-                return Work("reclaim", amount=slot)
+                return Work("reclaim", slot=slot)
         return None
 
     def _idle_sharers(self) -> list[int]:
@@ -162,8 +163,8 @@ class Planner:
         ready = self.state.pool.ready_pages
         if not self._background or not active or ready > target // 2:
             return None
-        amount = min(target - ready, self.state.pool.creatable_pages)
-        return Work("stock", amount=amount) if amount > 0 else None
+        handles = min(target - ready, self.state.pool.creatable_pages)
+        return Work("stock", handles=handles) if handles > 0 else None
 
     def _reclaim(self) -> Work | None:
         return self._take_idle() if self._memory_is_low() else None
@@ -176,7 +177,7 @@ class Planner:
         """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
         for slot in idle_victims(self.state):
             if self.state.is_over(slot):
-                return Work("reclaim", amount=slot)
+                return Work("reclaim", slot=slot)
         return None
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:

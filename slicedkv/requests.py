@@ -1,7 +1,8 @@
 """`Requests`: giving slots to requests and taking them back, with all the books that belong to it.
 
-Arguments are checked by the cache. Nothing here maps, and only pages that other slots still have mapped too are
-unmapped, before a new request would take them for its own; the mapper is told that there may be work.
+Arguments are checked by the cache. Nothing here maps, and only what a new request must not keep of its slot's pages is
+unmapped: those that other slots share, and the part of an extent that would be stranded. The mapper is told that there
+may be work.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Requests:
         """Pages per plane of an idle slot to keep when more must go before it is handed out; None if nothing must.
 
         What it shares must go; what would be stranded must if nothing has to be waited for. That is known when the
-        mapper is done with the slot. Lock held.
+        mapper is done with the slot: `_LOOK_AGAIN` says to wait for it and choose anew. Lock held.
         """
         state = self._state
         if slot is None:

@@ -18,8 +18,9 @@ from ..checks import check_int
 from ..errors import ConfigError, StateError
 from .batch import PADDED, Batch, Lane
 
-__all__ = ["FLOAT8_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
+__all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
 
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -123,13 +124,10 @@ class AttentionBackend(ABC):
             A reqid or length does not fit the cache, or the batch a graph; the former plan stays. After any other
             failure there is none.
         """
-        lanes = batch.lanes()
-        for lane in lanes:
-            if lane.reqid >= self.max_batch_size or lane.seq_len > self.max_seq_len:
-                check_int("reqid", lane.reqid, PADDED, self.max_batch_size - 1)
-                check_int(f"seq_len of reqid {lane.reqid}", lane.seq_len, 0, self.max_seq_len)
+        self._check_batch(batch)
         if graph:
             self._check_graph(batch)
+        lanes = batch.lanes()
         self._batch = None  # what is prepared from here on does not go with the former one
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
@@ -143,8 +141,8 @@ class AttentionBackend(ABC):
         ----------
         layer : int
         k, v : Tensor
-            ``[total_q, H, D]`` of the cache's dtype (any floating dtype for a float8 cache: rounded by a torch cast)
-            on its device, in any strides.
+            ``[total_q, H, D]`` of the cache's dtype (any floating dtype for a float8 cache, rounded to nearest) on its
+            device, in any strides; copied where the last dimension is not contiguous.
 
         Raises
         ------
@@ -155,7 +153,7 @@ class AttentionBackend(ABC):
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)
-        self._append(layer, k, v)
+        self._append(layer, _contiguous(k), _contiguous(v))
 
     def run(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attend from the new tokens to all tokens of their requests in `layer`.
@@ -164,9 +162,11 @@ class AttentionBackend(ABC):
         ----------
         layer : int
         q : Tensor
-            ``[total_q, num_qo_heads, D]``, dtype and device as for `append`.
+            ``[total_q, num_qo_heads, D]``, dtype (float32, float16 or bfloat16 over a float8 cache), device and strides
+            as for `append`.
         out : Tensor, optional
-            Where to write; same shape, dtype and device as `q`. Rows of padded lanes become zeros.
+            Where to write; shape, dtype and device of `q`, last dimension contiguous. Rows of padded lanes become
+            zeros.
 
         Returns
         -------
@@ -185,9 +185,13 @@ class AttentionBackend(ABC):
             self._check("out", out, self.num_qo_heads)
             if out.dtype != q.dtype:
                 raise ConfigError(f"out is {out.dtype} and q {q.dtype}; they must have one dtype")
+            if out.shape[-1] > 1 and out.stride(-1) != 1:
+                raise ConfigError(f"out has strides {out.stride()}; its last dimension must be contiguous")
+        if self._padding:
+            self.cache.k(layer)  # refuses a layer that is not there before anything is written
         for begin, end in self._padding:
             out[begin:end].zero_()
-        self._run(layer, q, out)
+        self._run(layer, _contiguous(q), out)
         return out
 
     def _check(self, name: str, tensor: Tensor, num_heads: int) -> None:
@@ -197,13 +201,20 @@ class AttentionBackend(ABC):
         if tuple(tensor.shape) != expected:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; the planned batch needs {expected}")
         if self.dtype in FLOAT8_DTYPES:
-            fits = tensor.dtype.is_floating_point and (name != "q" or tensor.dtype.itemsize > 1)
+            fits = tensor.dtype in FLOAT_DTYPES or (name in ("k", "v") and tensor.dtype.is_floating_point)
         else:
             fits = tensor.dtype == self.dtype
         if not fits:
             raise ConfigError(f"{name} is {tensor.dtype}; it does not go with a cache of {self.dtype}")
         if tensor.device != self.device:
             raise ConfigError(f"{name} is on {tensor.device}; the cache is on {self.device}")
+
+    def _check_batch(self, batch: Batch) -> None:
+        if max(batch.reqids, default=0) < self.max_batch_size and max(batch.seq_lens, default=0) <= self.max_seq_len:
+            return
+        for reqid, seq_len in zip(batch.reqids, batch.seq_lens, strict=True):
+            check_int("reqid", reqid, PADDED, self.max_batch_size - 1)
+            check_int(f"seq_len of reqid {reqid}", seq_len, 0, self.max_seq_len)
 
     def _check_graph(self, batch: Batch) -> None:
         if not self.captures:
@@ -223,3 +234,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Fill the rows of real lanes of `out`; `run` has zeroed the others."""
+
+
+def _contiguous(rows: Tensor) -> Tensor:
+    """Return rows whose last dimension is contiguous, as kernels load several of its elements at a time."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -45,7 +45,7 @@ class Batch:
     q_lens : tuple of int
         New tokens of each lane, possibly 0. They are the last `q_lens[i]` tokens of the request.
     seq_lens : tuple of int
-        Length of each request, the new tokens included; ignored for a padded lane.
+        Length of each request, the new tokens included; 0 for a padded lane, whatever was given.
 
     Raises
     ------
@@ -75,6 +75,9 @@ class Batch:
             if q_len > seq_len:
                 raise ConfigError(f"q_len is {q_len} and seq_len {seq_len} for reqid {reqid}; q_len must be <= seq_len")
             seen.add(reqid)
+        if PADDED in self.reqids:
+            lens = (0 if reqid == PADDED else n for reqid, n in zip(self.reqids, self.seq_lens, strict=True))
+            object.__setattr__(self, "seq_lens", tuple(lens))
 
     @property
     def total_q(self) -> int:

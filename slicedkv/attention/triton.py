@@ -128,6 +128,8 @@ class TritonBackend(AttentionBackend):
         self._prefill_cu = index[3 * lanes + 1 :]
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self.dtype in FLOAT8_DTYPES:
+            k, v = (rows if rows.dtype in (*FLOAT_DTYPES, self.dtype) else rows.float() for rows in (k, v))
         lanes = (self._reqids, self._cu_q_lens, self._seq_lens)
         append_kv(
             k, v, self.cache.k(layer), self.cache.v(layer), *lanes, k_scale=self.k_scale, v_scale=self.v_scale

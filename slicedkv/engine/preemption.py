@@ -61,13 +61,14 @@ class Preemptor:
 
     def take_slot(self, request: Request, reqid: int) -> None:
         """Free a request's slot, its rows swapped out or to be computed again."""
-        request.swapped = self._swap_out(request, reqid)
+        request.swapped = self._free_slot(request, reqid)
         if request.swapped is None:
             request.num_computed = 0
         else:
             self.num_swaps += 1
 
-    def _swap_out(self, request: Request, reqid: int) -> SwapHandle | None:
+    def _free_slot(self, request: Request, reqid: int) -> SwapHandle | None:
+        """Free a request's slot; return its rows in host memory, or None if they are to be computed again."""
         bytes_per_s = self._cache.stats().copy_bytes_per_s if self.kind == "auto" else 0.0
         worthwhile = self.kind == "swap" or self._is_faster(request, bytes_per_s)
         to_be_measured = self.kind == "auto" and not bytes_per_s

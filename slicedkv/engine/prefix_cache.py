@@ -250,7 +250,7 @@ class PrefixCache(Admission):
                 del self._held[slot]
 
     def _free(self, slot: int) -> None:
-        """Free a slot, unless a failing driver lost it, and raise only then what the background has to say."""
+        """Free a slot; one that the driver lost counts as free. A failure of the background is raised after that."""
         try:
             self._cache.free_reqid(slot)
         except SlicedKVError:

@@ -45,7 +45,7 @@ class EngineStep:
     mapped_bytes : int
         Physical memory mapped then, idle slots included.
     held_bytes : int
-        How much of it only the prefixes of finished requests kept from others, before those of this step.
+        Part of it that only the prefixes of finished requests keep from others; those of this step are not among them.
     """
 
     index: int

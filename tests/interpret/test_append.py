@@ -104,7 +104,7 @@ def test_rotary_at_given_positions_and_in_place() -> None:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("source", [FLOAT32, FLOAT16])
 def test_float8_caches_hold_values_within_their_range(dtype: torch.dtype, source: torch.dtype) -> None:
-    """Exact values only, and NaN in one type only: the interpreter rounds towards zero and has no NaN in e4m3."""
+    """Exact values only, and NaN in one type only: the interpreter loses a carry in rounding and has no NaN in e4m3."""
     k, v = planes(4, 40, 1, 2, 32, dtype)
     for cache in (k, v):
         cache.copy_(torch.zeros(cache.shape))
