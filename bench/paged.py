@@ -38,6 +38,7 @@ class PagedCache:
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: str, memory_bytes: int) -> None:
         self.layout = layout  # of pages of 16 tokens, so that the scheduler's arithmetic holds
+        self.dtype, self.device = dtype, torch.device(device)
         self.num_pages = memory_bytes // layout.page_bytes // layout.num_planes
         shape = (self.num_pages + 1, PAGE_TOKENS, layout.num_kv_heads, layout.head_dim)
         self.pages = [
