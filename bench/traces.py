@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from slicedkv.errors import ConfigError
 
+_MOST_DIGITS = 12
 _COLUMNS = (("ContextTokens", "GeneratedTokens"), ("num_prefill_tokens", "num_decode_tokens"))
 
 
@@ -84,9 +85,9 @@ def read_trace(path: Path) -> Trace:
         There is no such file, its header is of neither form, or a length is not a whole number of at least 1.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin theirs with a mark
             requests = _read(path, csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}; give a CSV file") from error
     if not requests:
         raise ConfigError(f"trace {path} holds no request")
@@ -102,13 +103,22 @@ def _read(path: Path, rows: csv.DictReader[str]) -> list[Request]:
 
 
 def _length(path: Path, line: int, name: str, text: str | None) -> int:
-    if text is None or not text.strip().isdecimal() or int(text) < 1:
-        raise ConfigError(f"trace {path}, line {line}: {name} is {text!r}; it must be a whole number of at least 1")
-    return int(text)
+    digits = (text or "").strip()
+    if not digits.isdecimal() or len(digits) > _MOST_DIGITS or int(digits) < 1:
+        raise ConfigError(f"trace {path}, line {line}: {name} is {text!r:.80}; it must be a whole number of at least 1")
+    return int(digits)
 
 
 def fit(requests: Sequence[Request]) -> Fit:
-    """Return the lognormal distribution under which these requests, two or more that differ, are most likely."""
+    """Return the lognormal distribution under which these requests are most likely.
+
+    Raises
+    ------
+    ConfigError
+        All prompts, or all numbers of decoded tokens, are the same.
+    """
+    if min(len({request[i] for request in requests}) for i in range(2)) < 2:
+        raise ConfigError(f"{len(requests)} requests with lengths that do not differ have no distribution; give others")
     prompts, decodes = zip(*requests, strict=True)
     logs = [list(map(math.log, lengths)) for lengths in (prompts, decodes)]
     (prompt_mean, prompt_sd), (decode_mean, decode_sd) = ((statistics.fmean(x), statistics.pstdev(x)) for x in logs)

@@ -98,9 +98,9 @@ class Backing:
         planes, extent_pages = self.layout.num_planes, self.pool.extent_pages
         divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
         handles = self.pool.take(planes * sum(d.pages for d in divisions), planes * sum(d.extents for d in divisions))
-        segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
         failure: DriverError | None = None
         try:
+            segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
             self._exchange([swap.cut for swap in swaps], [*self._alias_runs(aliases), *runs])
         except BaseException as error:
             if not (isinstance(error, DriverError) and error.left_behind):

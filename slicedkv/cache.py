@@ -41,14 +41,15 @@ __all__ = ["SlicedKVCache"]
 class SlicedKVCache(PrefixSharing, MovableMemory):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
-    Every public method may be called from any thread. None waits for the GPU unless it says so.
+    Every public method may be called from any thread. None waits for the GPU unless it says so. With `mapper="sync"`
+    any may wait, for at most 4 s, for driver calls of another thread.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim, dtype, max_batch_size, max_seq_len, device, ...
         The fields of `CacheConfig`, described there.
     pool : PagePool, optional
-        Share handles and their limit with other caches; replaces `memory_limit`, `page_bytes` and `extent_pages`.
+        Share handles and their limit with other caches. Its device, limit, page size and extents hold.
 
     Raises
     ------
@@ -56,6 +57,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         An argument is wrong; nothing was opened.
     BackendUnavailableError
         The device's driver is not there.
+    DriverError, StateError
+        Addresses could not be reserved; the pool has ended. Nothing stays open.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         device: torch.device | str | None = None,
         memory_limit: int | float | str | None = None,
         page_bytes: int | None = None,
-        extent_pages: int = 16,
+        extent_pages: int | None = None,
         layout: LayoutKind = "sliced",
         mapper: MapperKind = "background",
         lookahead_tokens: int | None = None,
@@ -162,7 +165,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         return slot
 
     def prefetch(self, reqid: int, seq_len: int) -> None:
-        """Start mapping `seq_len` tokens for an active request ahead of need. Never waits.
+        """Start mapping `seq_len` tokens for an active request ahead of need. Never waits with `mapper="background"`.
 
         Raises
         ------
@@ -216,11 +219,12 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             The driver failed for another reason than memory; no request lost anything.
         """
         self._enter()
-        ok = self._stepper.step(parse_seq_lens(seq_lens, self._num_slots))
+        lens = parse_seq_lens(seq_lens, self._num_slots)
+        ok = self._stepper.step(lens)
         if not self._mapper.background:
             self._mapper.run_pending()
         if ok and self._zeroer is not None:
-            self._zeroer.run()
+            self._zeroer.run(lens)
         return ok
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -255,7 +259,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             return trim(self._state) * self.layout.page_bytes
 
     def set_memory_limit(self, num_bytes: int) -> None:
-        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does. Also while paused.
+        """Change the memory limit, an int, giving memory above it back to the device. Waits as `trim` does. Also while
+        paused.
 
         Raises
         ------

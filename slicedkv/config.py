@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,6 +31,7 @@ _DTYPES = (
     torch.float8_e5m2,
 )
 _UNITS = {"": 1, **{f"{p}{'i' * b}B": (1024 if b else 1000) ** e for e, p in enumerate("KMGT", 1) for b in (0, 1)}}
+_MOST_BYTES, _MOST_CHARACTERS = 1 << 62, 40
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -61,10 +63,10 @@ def parse_memory_limit(
         return int(free_bytes * fraction)
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)
-        if match is None or match[2] not in _UNITS:
-            raise ConfigError(f"{name} is {limit!r}; write it like '40GiB', '500MB' or as a number of bytes")
-        return check_int(name, int(float(match[1]) * _UNITS[match[2]]), 1)
-    return check_int(name, limit, 1)
+        if match is None or match[2] not in _UNITS or len(limit) > _MOST_CHARACTERS:
+            raise ConfigError(f"{name} is {limit!r:.80}; write it like '40GiB', '500MB' or as a number of bytes")
+        return check_int(name, int(Decimal(match[1]) * _UNITS[match[2]]), 1, _MOST_BYTES)
+    return check_int(name, limit, 1, _MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,8 @@ class CacheConfig:
     page_bytes : int, optional
         Bytes of a page, a multiple of the driver's granularity; by default the granularity on CUDA (2 MiB), 2 MiB on
         the host.
-    extent_pages : int
-        Pages mapped with one handle where a request grows by that many at once; 1 turns it off.
+    extent_pages : int, optional
+        Pages mapped with one handle where a request grows by that many at once, by default 16; 1 turns it off.
     layout : {"sliced", "interleaved", "per_layer"}
         See `slicedkv.layout`.
     mapper : {"background", "sync"}
@@ -103,7 +105,7 @@ class CacheConfig:
     guard_tokens : int
         Rows behind each request's length that are mapped too, for kernels that read past it.
     zero_on_reuse : bool
-        Zero pages before a request may see them, ordered on the stream current in `step`.
+        Zero pages before a request may see them, ordered on the stream current in its `step`.
     swap_limit : int, float or str, optional
         Host memory for swapped-out requests: bytes, "40GiB", or a fraction of what is available on the host; by
         default a quarter of it. Taken only when used.
@@ -123,10 +125,10 @@ class CacheConfig:
     dtype: torch.dtype
     max_batch_size: int
     max_seq_len: int
-    device: torch.device = None  # type: ignore[assignment]  # None is resolved on validation
+    device: torch.device | None = None
     memory_limit: MemoryLimit = None
     page_bytes: int | None = None
-    extent_pages: int = 16
+    extent_pages: int | None = None
     layout: LayoutKind = "sliced"
     mapper: MapperKind = "background"
     lookahead_tokens: int | None = None
@@ -138,13 +140,16 @@ class CacheConfig:
     min_share: MemoryLimit = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len", "extent_pages"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len"):
             self._set(name, check_int(name, getattr(self, name), 1))
         self._set("guard_tokens", check_int("guard_tokens", self.guard_tokens, 0))
-        if self.page_bytes is not None:
-            self._set("page_bytes", check_int("page_bytes", self.page_bytes, 1))
+        for name in ("page_bytes", "extent_pages"):
+            if getattr(self, name) is not None:
+                self._set(name, check_int(name, getattr(self, name), 1))
         if self.lookahead_tokens is not None:
             self._set("lookahead_tokens", check_int("lookahead_tokens", self.lookahead_tokens, 0, self.max_seq_len))
+        if isinstance(self.eager_tokens, str) and self.eager_tokens != "auto":
+            raise ConfigError(f"eager_tokens is {self.eager_tokens!r}; it must be a number of tokens or 'auto'")
         if self.eager_tokens != "auto":
             self._set("eager_tokens", check_int("eager_tokens", self.eager_tokens, 0, self.max_seq_len))
         self._set("reclaim_watermark", check_fraction("reclaim_watermark", self.reclaim_watermark))
@@ -152,7 +157,8 @@ class CacheConfig:
         self._choice("layout", get_args(LayoutKind))
         self._choice("mapper", get_args(MapperKind))
         self._set("dtype", _check_dtype(self.dtype))
-        self._set("device", _check_device(self.device))
+        if self.device is not None:
+            self._set("device", _check_device(self.device))
         for name in ("memory_limit", "swap_limit", "min_share"):
             parse_memory_limit(getattr(self, name), free_bytes=1 << 40, default_fraction=1.0, name=name)
 
@@ -187,8 +193,6 @@ def _check_dtype(dtype: Any) -> torch.dtype:
 
 
 def _check_device(device: Any) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device("cpu" if device == "host" else device)
     except (RuntimeError, TypeError) as error:

@@ -58,7 +58,7 @@ class CapacityError(SlicedKVError, MemoryError):
         self.available = available
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_capacity, (type(self), str(self), self.requested, self.available)
+        return _rebuild_capacity, (type(self), str(self), self.requested, self.available), self.__dict__
 
 
 class OutOfPagesError(CapacityError):
@@ -106,8 +106,7 @@ class DriverError(SlicedKVError, RuntimeError):
         return self.name in {"CUDA_ERROR_OUT_OF_MEMORY", "ENOMEM", "ENOSPC"}
 
     def __reduce__(self) -> tuple[object, ...]:
-        state = {"completed": self.completed, "left_behind": self.left_behind}
-        return type(self), (self.op, self.code, self.name, self.hint), state
+        return type(self), (self.op, self.code, self.name, self.hint), self.__dict__
 
 
 def _rebuild_capacity(kind: type[CapacityError], message: str, requested: int, available: int) -> CapacityError:

@@ -34,9 +34,9 @@ class Gate:
 
     def __init__(self, timeout_s: float = 4.0) -> None:
         self.mutex = threading.Lock()
-        self.lock = threading.Condition(self.mutex)
+        self.lock = _Condition(self.mutex)
         self.timeout_s = timeout_s
-        self._holder: str | None = None
+        self._claim: _Claim | None = None
         self._foreground_waiting = 0
 
     @contextmanager
@@ -48,36 +48,65 @@ class Gate:
         StateError
             The token did not come free within `timeout_s`: a driver call hangs. Nothing was changed.
         """
+        claim = _Claim(purpose)
+        try:
+            self._take(claim)
+            yield
+        finally:  # no call comes before the token is free: an interrupt would be raised there
+            if self._claim is claim:
+                self._claim = None
+            self._tell()
+
+    def _take(self, claim: _Claim) -> None:
         with self.lock:
             self._foreground_waiting += 1
             try:
-                free = self.lock.wait_for(lambda: self._holder is None, self.timeout_s)
+                self.lock.wait_for(lambda: self._claim is None, self.timeout_s)
             finally:
                 self._foreground_waiting -= 1
-            if not free:
-                raise StateError(
-                    f"{purpose}: waited {self.timeout_s:g} s for {self._holder} to finish its driver calls; "
-                    "the driver hangs or is overloaded. Nothing was changed; try again or close the cache"
-                )
-            self._holder = purpose
-        try:
-            yield
-        finally:
-            self.hand_back()
+            holder = self._claim
+            if holder is None:
+                self._claim = claim
+                return
+        raise StateError(
+            f"{claim.purpose}: waited {self.timeout_s:g} s for {holder.purpose} to finish its driver calls; "
+            "the driver hangs or is overloaded. Nothing was changed; try again or close the cache"
+        )
 
     def try_claim(self, purpose: str) -> bool:
         """Take the token for a mapper unless it is taken or wanted by the foreground. Call with the lock held."""
-        if self._holder is not None or self._foreground_waiting:
+        if self._claim is not None or self._foreground_waiting:
             return False
-        self._holder = purpose
+        self._claim = _Claim(purpose)
         return True
 
     def release_claim(self) -> None:
         """Undo `try_claim`. Call with the lock held, before it was given up."""
-        self._holder = None
+        self._claim = None
 
     def hand_back(self) -> None:
         """Give the token back and wake whoever waits for it."""
+        self._claim = None
+        self._tell()
+
+    def _tell(self) -> None:
         with self.lock:
-            self._holder = None
             self.lock.notify_all()
+
+
+class _Claim:
+    """Who holds the token: each claim is an object of its own."""
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+
+
+class _Condition(threading.Condition):
+    """A condition that is entered and left by its lock's own methods, which are C.
+
+    Those of `threading` are Python, where Ctrl-C may be raised between taking the lock and saying so to ``with``: then
+    it is never given back, and whoever wants it next waits for ever.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)

@@ -16,6 +16,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
+import torch
+
 from .backing import Backing
 from .config import CacheConfig, parse_memory_limit
 from .copy_meter import CopyMeter
@@ -32,7 +34,7 @@ from .vmm import open_driver, procfs
 
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
 
-_HOST_PAGE_BYTES = 2 << 20
+_HOST_PAGE_BYTES, _EXTENT_PAGES = 2 << 20, 16
 _PACKAGE = __name__.partition(".")[0]
 _LAST_CALLS_S, _POLL_S = 2.0, 0.001
 _MOST_ADDRESSES = 1 << 56
@@ -99,15 +101,16 @@ def open_pool(config: CacheConfig) -> PagePool:
     ConfigError
         `page_bytes` or `memory_limit` does not suit the device; the driver is closed again.
     """
-    driver = open_driver(config.device)
+    driver = open_driver(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         page_bytes = config.page_bytes or max(driver.granularity, _HOST_PAGE_BYTES)
+        extent_pages = config.extent_pages or _EXTENT_PAGES
         limit = parse_memory_limit(
             config.memory_limit,
             free_bytes=driver.memory_info().free_bytes,
             default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5),
         )
-        pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=config.extent_pages)
+        pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=extent_pages)
         pool.shares.own_pool = True
         return pool
     except BaseException:
@@ -184,8 +187,13 @@ def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
         raise ConfigError(f"pool is {pool!r}; it must be a PagePool")
     if config.memory_limit is not None:
         raise ConfigError(f"memory_limit is {config.memory_limit!r}, but the shared pool has a limit; leave it out")
-    if config.page_bytes not in {None, pool.page_bytes}:
-        raise ConfigError(f"page_bytes is {config.page_bytes}, but the shared pool's pages have {pool.page_bytes}")
+    for name in ("page_bytes", "extent_pages"):
+        asked, found = getattr(config, name), getattr(pool, name)
+        if asked not in {None, found}:
+            raise ConfigError(f"{name} is {asked}, but that of the shared pool is {found}; leave it out")
+    asked, found = config.device, torch.device(pool.driver.torch_device)
+    if asked is not None and (asked.type != found.type or asked.index not in {None, found.index}):
+        raise ConfigError(f"device is {asked}, but the shared pool is on {found}; leave it out")
 
 
 def shut_down(state: CacheState, mapper: Mapper) -> None:

@@ -122,7 +122,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 
         return 0
     try:
         freed = state.backing.unmap(cut)
-    except Exception as error:
+    except BaseException as error:
         with state.gate.lock:
             if isinstance(error, StateError):
                 state.lose(slot)

@@ -12,11 +12,12 @@ does so behind its own fence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from .backing import Alias, Growth
 from .checks import check_int
 from .copying import Copier
-from .errors import ConfigError, OutOfPagesError, StateError
+from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .facade import Facade
 from .growth import grow_now, new_pages
 from .mapper import Mapper
@@ -205,13 +206,12 @@ class Sharer:
             shared = state.backing.first_segments(src, layout.whole_pages(num_tokens))
             growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
-            # All that the targets have mapped must go, also what was asked for ahead: it is asked for again below.
-            wanted = {slot: state.wanted.pop(slot) for slot in targets if slot in state.wanted}
             state.claims = {src: layout.pages_for(num_tokens)}  # what is read there stays, should `src` end meanwhile
+        wanted: dict[int, int] = {}
         try:
             require_room(state, new_pages(state, growths, ()))
             for slot in targets:
-                reclaim_slot(state, slot, wait=True)
+                self._empty(slot, wanted)
             grow_now(state, growths, aliases)
             self._fill(src, targets, shared.pages * layout.page_bytes, num_tokens)
         finally:
@@ -219,6 +219,17 @@ class Sharer:
                 state.claims = {}
                 state.wanted.update((slot, pages) for slot, pages in wanted.items() if state.slots.is_active(slot))
                 self._mapper.wake()
+
+    def _empty(self, slot: int, wanted: dict[int, int]) -> None:
+        """*token* Unmap all that a target has, also what was asked for ahead, which is noted: it is asked for again."""
+        state = self._state
+        while state.backing.mapped(slot):
+            with state.gate.lock:
+                if state.lengths.touched[slot]:
+                    raise StateError(f"reqid {slot} got tokens from another thread meanwhile; nothing was shared")
+                if slot in state.wanted:
+                    wanted[slot] = state.wanted.pop(slot)
+            reclaim_slot(state, slot, wait=True)
 
     def _fill(self, src: int, targets: Sequence[int], first_byte: int, num_tokens: int) -> None:
         """*token* Copy what is not shared, then note what the targets have; should that fail, they have nothing."""
@@ -231,7 +242,8 @@ class Sharer:
                     self._copier.zero(slot, end_byte, end_page * layout.page_bytes)
         except BaseException:
             for slot in targets:
-                reclaim_slot(state, slot, wait=True)
+                with suppress(DriverError, StateError):  # stays mapped, as what idle slots have does
+                    reclaim_slot(state, slot, wait=True)
             raise
         with state.gate.lock:
             for slot in targets:

@@ -47,6 +47,8 @@ class CacheState:
         Slots or mappings changed since lookahead was last scheduled.
     clean_pages : list of int
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
+    zeroing : int or None
+        Slot whose pages are being zeroed; None when it was handed out since.
     claims : dict of int to int
         Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
     mapper_slots : frozenset of int or None
@@ -75,6 +77,7 @@ class CacheState:
     eager: dict[int, int] = field(default_factory=dict)
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
+    zeroing: int | None = None
     claims: dict[int, int] = field(default_factory=dict)
     mapper_slots: frozenset[int] | None = None
     paused: bool = False

@@ -93,12 +93,12 @@ def load_model(dtype: torch.dtype, device: str) -> tuple[Any, Any]:
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(options, name) for name in ("max_batch_size", "backend", "layout")}
     if options.page_bytes is not None:
-        found["page_bytes"] = parse_bytes(options.page_bytes)
+        found["page_bytes"] = parse_bytes("--page-bytes", options.page_bytes)
     if options.memory_limit is not None:
         try:
             found["memory_limit"] = float(options.memory_limit)  # a fraction of the free memory
         except ValueError:
-            found["memory_limit"] = parse_bytes(options.memory_limit)
+            found["memory_limit"] = parse_bytes("--memory-limit", options.memory_limit)
     return found
 
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         The shape is incomplete, or a value is out of range.
     """
     layout = _layout(options)
-    memory_bytes = parse_bytes(options.memory)
+    memory_bytes = parse_bytes("--memory", options.memory)
     seq_len = options.seq_len
     if not 1 <= seq_len <= layout.max_seq_len:
         raise ConfigError(f"seq_len is {seq_len}; it must be in [1, {layout.max_seq_len}], the longest request")

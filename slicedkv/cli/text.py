@@ -22,15 +22,15 @@ def format_bytes(num_bytes: float) -> str:
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {_UNITS[power]}"
 
 
-def parse_bytes(text: str) -> int:
-    """Read a size such as "64KiB" or "40 GB".
+def parse_bytes(name: str, text: str) -> int:
+    """Read the size that an option of this name has, such as "64KiB" or "40 GB".
 
     Raises
     ------
     ConfigError
         It is not written like that.
     """
-    return parse_memory_limit(text, free_bytes=0, default_fraction=1.0)
+    return parse_memory_limit(text, free_bytes=0, default_fraction=1.0, name=name)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:

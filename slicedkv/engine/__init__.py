@@ -5,6 +5,7 @@ Only `engine` and `runner` know transformers and import it; requests, scheduler 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .record import EngineStep, Event
@@ -19,6 +20,7 @@ __all__ = ["Engine", "EngineStep", "Event", "FinishReason", "Request", "RequestS
 def __getattr__(name: str) -> Any:
     # Late, so that requests and sampling work without transformers.
     if name == "Engine":
+        import_module("..integrations.transformers", __name__)  # says what to install if transformers is missing
         from .engine import Engine
 
         return Engine

@@ -120,7 +120,8 @@ class HostDriver(StrictDriver):
         done, code, op = self._punch(handles, sizes)
         if not code:  # after a failure nobody knows which offsets still hold old bytes: leave them all out of use
             for offset, size in zip(handles, sizes, strict=True):
-                self._free_offsets.add(offset, offset + size)
+                if not self._free_offsets.overlaps(offset, offset + size):  # the second time, after an interrupt
+                    self._free_offsets.add(offset, offset + size)
         return done, code, op
 
     def _punch(self, offsets: array[int], sizes: array[int]) -> Outcome:

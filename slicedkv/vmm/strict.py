@@ -99,7 +99,11 @@ class StrictDriver(Driver):
         self._enter()
         self._ledger.check_size("reserve", num_bytes)
         with self._ledger.lock:
-            address = self._reserve(num_bytes)
+            try:
+                address = self._reserve(num_bytes)
+            except DriverError as error:
+                hint = f"{num_bytes} bytes of addresses were asked for; lower max_batch_size or max_seq_len"
+                raise DriverError(error.op, error.code, error.name, hint) from error
             self._ledger.add_reservation(address, num_bytes)
         return address
 
@@ -127,7 +131,12 @@ class StrictDriver(Driver):
             raise self._ledger.breach("create", f"count is {count}")
         handles = array("Q", bytes(8 * count))
         with self._ledger.lock:
-            done, code, op = self._create(num_bytes, handles)
+            try:
+                done, code, op = self._create(num_bytes, handles)
+            except BaseException:  # perhaps on the way back from a batch that was done: what is there must go
+                made = array("Q", filter(None, handles))
+                self._release(made, array("Q", [num_bytes]) * len(made))
+                raise
             if code:
                 self._release(handles[:done], array("Q", [num_bytes]) * done)
                 raise self._error(op, code)
@@ -138,7 +147,11 @@ class StrictDriver(Driver):
         self._enter()
         with self._ledger.lock:
             dropped, sizes, failure = self._ledger.drop_handles(handles)
-            _, code, op = self._release(dropped, sizes)
+            try:
+                _, code, op = self._release(dropped, sizes)
+            except BaseException:  # as above, and what is released already only says so
+                self._release(dropped, sizes)
+                raise
         if failure is not None:
             raise failure
         if code:
@@ -150,7 +163,7 @@ class StrictDriver(Driver):
             mappings = self._ledger.claim(runs)
             try:
                 left, code, op = self._map(mappings)
-            except BaseException:  # perhaps on the way back from a batch that was done: nobody knows what is mapped
+            except BaseException:  # as above: nobody knows what is mapped
                 self._unmap_each(mappings)
                 self._ledger.unclaim(runs)
                 raise

@@ -101,7 +101,7 @@ def test_plan_for_a_shape(capsys):
         (("yi-34b", "--seq-len", "40000"), "seq_len is 40000"),
         (("yi-34b", "--layers", "0"), "num_layers is 0"),
         (("yi-34b", "--dtype", "int8"), "dtype is 'int8'"),
-        (("yi-34b", "--memory", "much"), "memory_limit is 'much'"),
+        (("yi-34b", "--memory", "much"), "--memory is 'much'"),
     ],
 )
 def test_plan_refuses(capsys, words, message):
@@ -254,7 +254,7 @@ def test_format_bytes(num_bytes, text):
 
 
 def test_text():
-    assert parse_bytes("64KiB") == 65536
+    assert parse_bytes("--size", "64KiB") == 65536
     table = format_table(("name", "size"), [("a", "1 KiB"), ("bcd", "10 KiB")], indent="")
     assert table == "name    size\na      1 KiB\nbcd   10 KiB"
 

@@ -28,7 +28,7 @@ BAD = [
     ],
     *[("dtype", value) for value in (torch.int8, "float12", None, 16)],
     *[("device", value) for value in ("tpu:x", "mps", 1.5)],
-    *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", True, [])],
+    *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", True, [], 1 << 70)],
     *[("page_bytes", value) for value in (0, -4096, 4096.0, "2MiB", 4097)],
     *[("extent_pages", value) for value in (0, 1.5)],
     *[("layout", value) for value in ("paged", None)],
@@ -55,6 +55,18 @@ def test_bad_arguments_open_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         if (name, value) != ("page_bytes", 4097):  # only the driver knows its granularity
             with pytest.raises(ConfigError):
                 SlicedKVCache(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize("limit", ["1" + "0" * 30, "1" + "0" * 400, "9" * 5000 + "GiB"])
+@pytest.mark.parametrize("name", ["memory_limit", "swap_limit", "min_share"])
+def test_sizes_no_machine_has_are_refused(name: str, limit: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        CacheConfig(**{**GOOD, name: limit})
+
+
+def test_the_other_form_of_eager_tokens_is_named() -> None:
+    with pytest.raises(ConfigError, match="a number of tokens or 'auto'"):
+        CacheConfig(**GOOD, eager_tokens="some")
 
 
 @pytest.mark.parametrize("slots", [1 << 40, 1 << 62])

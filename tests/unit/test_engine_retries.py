@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from rig import SMALL
@@ -211,3 +214,9 @@ def test_steps_are_counted_whatever_the_hook_does(make_engine, tiny_model):
         served.step()
     served.run()
     assert indices == list(range(served.num_steps))
+
+
+def test_without_transformers_it_is_said_what_to_install():
+    code = "import sys; sys.modules['transformers'] = None; import slicedkv.engine; slicedkv.engine.Engine"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "BackendUnavailableError: transformers is missing; pip install slicedkv[transformers]" in done.stderr

@@ -258,6 +258,16 @@ def test_errors_are_picklable() -> None:
     assert (str(short), short.requested, short.available) == ("short", 3, 1)
 
 
+@pytest.mark.parametrize(
+    "error", [DriverError("map", 2, "CUDA_ERROR_UNKNOWN"), OutOfPagesError("short", requested=3, available=1)]
+)
+def test_notes_go_to_other_processes_too(error: Exception) -> None:
+    import pickle
+
+    error.add_note("raised in the background")
+    assert pickle.loads(pickle.dumps(error)).__notes__ == ["raised in the background"]
+
+
 @pytest.mark.parametrize("op", ["create", "map", "set_access"])
 def test_out_of_memory_in_any_call_makes_step_false(open_faulty: Open, op: str) -> None:
     cache, driver = open_faulty()

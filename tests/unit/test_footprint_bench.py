@@ -34,6 +34,7 @@ STRADDLING = (30, 3, 64)
     [
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50.99,396,109\n",
         "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n374,44,418,8.5\n396,109,505,3.6\n",
+        "\ufeffContextTokens,GeneratedTokens\n374,44\n396,109\n",
     ],
 )
 def test_both_forms_of_csv(tmp_path, text):
@@ -52,6 +53,8 @@ def test_both_forms_of_csv(tmp_path, text):
         ("ContextTokens,GeneratedTokens\n-5,6\n", "line 2: ContextTokens is '-5'"),
         ("ContextTokens,GeneratedTokens\n5.5,6\n", "line 2: ContextTokens is '5.5'"),
         ("ContextTokens,GeneratedTokens\n5\n", "line 2: GeneratedTokens is None"),
+        ("ContextTokens,GeneratedTokens\n" + "9" * 5000 + ",6\n", "line 2: ContextTokens is '999"),
+        ("ContextTokens,GeneratedTokens\n5," + "x" * 200_000 + "\n", "cannot be read: field larger than field limit"),
     ],
 )
 def test_bad_traces_are_refused(tmp_path, text, named):
@@ -60,6 +63,12 @@ def test_bad_traces_are_refused(tmp_path, text, named):
     with pytest.raises(ConfigError, match=named) as refused:
         read_trace(path)
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("requests", [[Request(5, 6)], [Request(5, 6)] * 3, [Request(5, 6), Request(5, 7)]])
+def test_requests_without_a_distribution_are_refused(requests):
+    with pytest.raises(ConfigError, match="lengths that do not differ"):
+        fit(requests)
 
 
 def test_missing_trace_is_refused(tmp_path):

@@ -23,7 +23,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"page_bytes": 5000}, "page_bytes is 5000"),
     ({"memory_limit": 4096}, "less than one page"),
     ({"max_batch_size": 1 << 40, "max_seq_len": 1 << 20}, "max_batch_size 1099511627776"),
-    ({"max_batch_size": 1 << 28, "max_seq_len": 1 << 19}, "reserve.*ENOMEM"),
+    ({"max_batch_size": 1 << 28, "max_seq_len": 1 << 19}, "reserve.*ENOMEM.*bytes of addresses.*lower max_batch_size"),
     ({"dtype": "int8"}, "dtype"),
     ({"pool": "a pool"}, "must be a PagePool"),
 ]
@@ -35,6 +35,27 @@ def test_a_cache_that_cannot_be_opened_leaves_nothing_behind(options: dict[str, 
     with pytest.raises((ConfigError, DriverError), match=named):
         SlicedKVCache(**SMALL | options)
     assert (memory_files(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"device": "cuda:3"}, "device is cuda:3, but the shared pool is on cpu"),
+        ({"device": "meta"}, "device is meta, but the shared pool is on cpu"),
+        ({"extent_pages": 1}, "extent_pages is 1, but that of the shared pool is 16"),
+        ({"page_bytes": 4096}, "page_bytes is 4096, but that of the shared pool is 65536"),
+        ({"memory_limit": "1MiB"}, "memory_limit is '1MiB'"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_a_shared_pool_is_refused(options: dict[str, Any], named: str) -> None:
+    shape = {name: value for name, value in SMALL.items() if name not in {"device", "page_bytes", "memory_limit"}}
+    with SlicedKVCache(**SMALL) as one:
+        with pytest.raises(ConfigError, match=named):
+            SlicedKVCache(**(shape | options), pool=one.pool)
+        same = {"device": "cpu", "page_bytes": 65536, "extent_pages": 16}
+        with SlicedKVCache(**(shape | same), pool=one.pool) as two:
+            assert two.step({two.alloc_reqid(): 9})
 
 
 @pytest.mark.parametrize("plane", [1, 2, 6])

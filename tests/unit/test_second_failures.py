@@ -76,7 +76,7 @@ def test_a_share_that_can_neither_be_filled_nor_taken_back_is_known(open_host: O
     copier = cache._sharer._copier
     copy, copier.copy = copier.copy, raising(RuntimeError("no stream"))
     faulty.fail("unmap")
-    with pytest.raises(DriverError):
+    with pytest.raises(RuntimeError, match="no stream"):
         cache.share_prefix(source, target, 2 * page + 5)
     copier.copy = copy
     faulty.heal()

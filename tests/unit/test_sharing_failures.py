@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
-from rig import QUIET, TOKENS, Rig, mapped
+from rig import QUIET, TOKENS, Rig, grow, mapped, wait_until
 
-from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
+from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError, sharing
 
 SHARED = 4 * TOKENS + 5
 
@@ -175,4 +176,46 @@ def test_a_source_that_ends_meanwhile_is_not_taken_back(rig: Rig) -> None:
     assert cache.share_prefix(source, target, SHARED) is False, "no memory but that which is to be shared"
     assert (mapped(cache, source), mapped(cache, target)) == (5, 0)
     cache.check_integrity()
+    cache.close()
+
+
+def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's `prefetch` for the target, between the check and the mapping."""
+    cache = rig.open(**QUIET)
+    source, last = grow(cache, 3), grow(cache, 2)
+    cache.free_reqid(last)
+    target = cache.alloc_reqid()
+    assert mapped(cache, target) == 2
+    require_room = sharing.require_room
+
+    def prefetched(*arguments: Any) -> Any:
+        thread = threading.Thread(target=lambda: cache.prefetch(target, 2 * TOKENS))
+        thread.start()
+        thread.join(0.1)  # with `mapper="sync"` it waits for the sharing to end
+        return require_room(*arguments)
+
+    monkeypatch.setattr(sharing, "require_room", prefetched)
+    assert cache.share_prefix(source, target, 2 * TOKENS)
+    assert cache.stats().saved_bytes == 2 * 2 * cache.layout.page_bytes
+    wait_until(lambda: threading.active_count() == 1 or not cache._mapper._news)
+    cache.check_integrity()
+    cache.close()
+
+
+def test_a_target_that_gets_tokens_meanwhile_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = rig.open(**QUIET)
+    source, last = grow(cache, 3), grow(cache, 2)
+    cache.free_reqid(last)
+    target = cache.alloc_reqid()
+    require_room = sharing.require_room
+
+    def stepped(*arguments: Any) -> Any:
+        assert cache.step({target: 5}), "it has the pages already, so it waits for nobody"
+        return require_room(*arguments)
+
+    monkeypatch.setattr(sharing, "require_room", stepped)
+    with pytest.raises(StateError, match="got tokens from another thread"):
+        cache.share_prefix(source, target, 2 * TOKENS)
+    cache.check_integrity()
+    assert cache.step({target: 6})
     cache.close()

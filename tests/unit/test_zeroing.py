@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from rig import SMALL, wait_until
 
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
@@ -91,3 +93,51 @@ def test_zeroing_does_not_let_go_of_earlier_work_in_the_slot() -> None:
         assert fake.ordered == [("another", earlier)]
         assert cache._state.slots.fence(reqid) is not earlier
         fake.finish_fences()
+
+
+def test_a_request_that_comes_while_its_slot_is_zeroed_for_the_last_one_sees_nothing_old() -> None:
+    """The slot changes hands between the zeroing of a page mapped ahead and the note of it."""
+    options = {"page_bytes": 4096, "max_seq_len": 4096, "lookahead_tokens": 0, "zero_on_reuse": True}
+    with SlicedKVCache(**(SMALL | options)) as cache:
+        reqid = cache.alloc_reqid()
+        assert cache.step({reqid: 64})
+        cache.k(0)[reqid, :64] = 42.0
+        pages = cache._state.backing.mapped(reqid)
+        cache.prefetch(reqid, 96)
+        wait_until(lambda: cache._state.backing.mapped(reqid) > pages)
+        copier, new = cache._zeroer._copier, []
+        zero = copier.zero
+
+        def hand_over() -> None:
+            cache.free_reqid(reqid)
+            new.append(cache.alloc_reqid())
+
+        def zero_late(*arguments: int) -> None:
+            zero(*arguments)
+            if not new:
+                thread = threading.Thread(target=hand_over)
+                thread.start()
+                thread.join(5)
+
+        copier.zero = zero_late
+        assert cache.step({reqid: 64})
+        copier.zero = zero
+        assert new == [reqid]
+        assert cache.step({reqid: 64})
+        assert not bool(cache.k(0)[reqid, :64].any())
+
+
+def test_a_step_zeroes_for_its_own_requests_alone() -> None:
+    """Those of others are zeroed on the stream of their own steps, before what is launched there."""
+    fake = FakeDriver(PAGE)
+    pool = PagePool(fake, page_bytes=PAGE, memory_limit=100 * PAGE)
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "max_batch_size": 2, "max_seq_len": 4096}
+    with SlicedKVCache(**shape, dtype="float16", pool=pool, mapper="sync", zero_on_reuse=True) as cache:
+        zeroed, copier = [], cache._zeroer._copier
+        zero = copier.zero
+        copier.zero = lambda slot, *span: (zeroed.append((fake.current_stream, slot)), zero(slot, *span))
+        one, other = cache.alloc_reqid(10), cache.alloc_reqid(10)
+        for stream, reqid in (("first", one), ("second", other), ("first", one)):
+            fake.current_stream = stream
+            assert cache.step({reqid: 10})
+        assert zeroed == [("first", one), ("second", other)]
