@@ -206,8 +206,9 @@ class Sharer:
             shared = state.backing.first_segments(src, layout.whole_pages(num_tokens))
             growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
+            # All that the targets have mapped must go, also what was asked for ahead: it is asked for again below.
+            wanted = {slot: state.wanted.pop(slot) for slot in targets if slot in state.wanted}
             state.claims = {src: layout.pages_for(num_tokens)}  # what is read there stays, should `src` end meanwhile
-        wanted: dict[int, int] = {}
         try:
             require_room(state, new_pages(state, growths, ()))
             for slot in targets:
@@ -221,7 +222,7 @@ class Sharer:
                 self._mapper.wake()
 
     def _empty(self, slot: int, wanted: dict[int, int]) -> None:
-        """*token* Unmap all that a target has, also what was asked for ahead, which is noted: it is asked for again."""
+        """*token* Unmap all that a target has, also what another thread asked for meanwhile, which is noted."""
         state = self._state
         while state.backing.mapped(slot):
             with state.gate.lock:
