@@ -99,9 +99,6 @@ FIGURES = (
         ">= 0.8",
         "append of 512 rows and more against a plain copy of the same bytes, worst case",
         least("same_size_copy_share", lambda row: row["tokens"] >= 512),
-        "The worst case is one row for each of 512 requests, which go to 1,024 pages in as many places where the copy "
-        "writes one piece. FlashInfer's append takes 3.9 us there, ours 4.2, the copy 2.8. For prompts it is 0.89 and "
-        "more.",
     ),
     Figure(
         "append.rotary_cost",
@@ -110,8 +107,6 @@ FIGURES = (
         "<= 0.1",
         "what rotary embedding of K on the way adds, from 2,048 rows on, worst case",
         lambda rows: max(row["rotary_cost"] for row in rows if row["tokens"] >= 2048),
-        "It adds 0.7 us, the time of one more read that waits for another: the angle is known when the position is. "
-        "From 8,192 rows on this is 7 %.",
     ),
     Figure(
         "engine.host_us_b64",
