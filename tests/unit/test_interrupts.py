@@ -123,8 +123,11 @@ def test_signals_at_any_moment() -> None:
             except KeyboardInterrupt:
                 pass
             signal.setitimer(signal.ITIMER_REAL, 0)
-            gate = caches[-1].pool.gate
-            assert gate._claim is None and not gate.mutex.locked()
+            gate, tries = caches[-1].pool.gate, 0
+            while gate._claim is not None or gate.mutex.locked():  # the mapper's thread may have them for a moment
+                time.sleep(0.01)
+                tries += 1
+                assert tries < 500
         with SlicedKVCache(**{options!r}) as cache:
             assert cache.step({{cache.alloc_reqid(): 400}})
             cache.check_integrity()

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from rig import QUIET, TOKENS, Rig, grow, mapped, wait_until
+from rig import QUIET, TOKENS, Rig, grow, mapped
 
 from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError, sharing
 
@@ -187,9 +187,9 @@ def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monk
     target = cache.alloc_reqid()
     assert mapped(cache, target) == 2
     require_room = sharing.require_room
+    thread = threading.Thread(target=lambda: cache.prefetch(target, 2 * TOKENS))
 
     def prefetched(*arguments: Any) -> Any:
-        thread = threading.Thread(target=lambda: cache.prefetch(target, 2 * TOKENS))
         thread.start()
         thread.join(0.1)  # with `mapper="sync"` it waits for the sharing to end
         return require_room(*arguments)
@@ -197,7 +197,7 @@ def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monk
     monkeypatch.setattr(sharing, "require_room", prefetched)
     assert cache.share_prefix(source, target, 2 * TOKENS)
     assert cache.stats().saved_bytes == 2 * 2 * cache.layout.page_bytes
-    wait_until(lambda: threading.active_count() == 1 or not cache._mapper._news)
+    thread.join(5)
     cache.check_integrity()
     cache.close()
 
