@@ -179,13 +179,19 @@ def test_a_source_that_ends_meanwhile_is_not_taken_back(rig: Rig) -> None:
     cache.close()
 
 
-def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's `prefetch` for the target, between the check and the mapping."""
+def open_with_target(rig: Rig) -> tuple[SlicedKVCache, int, int]:
+    """A request of three pages, and one without tokens in a slot that still has two."""
     cache = rig.open(**QUIET)
     source, last = grow(cache, 3), grow(cache, 2)
     cache.free_reqid(last)
     target = cache.alloc_reqid()
     assert mapped(cache, target) == 2
+    return cache, source, target
+
+
+def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's `prefetch` for the target, between the check and the mapping."""
+    cache, source, target = open_with_target(rig)
     require_room = sharing.require_room
     thread = threading.Thread(target=lambda: cache.prefetch(target, 2 * TOKENS))
 
@@ -203,10 +209,7 @@ def test_pages_asked_for_while_a_prefix_is_shared_are_no_obstacle(rig: Rig, monk
 
 
 def test_a_target_that_gets_tokens_meanwhile_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = rig.open(**QUIET)
-    source, last = grow(cache, 3), grow(cache, 2)
-    cache.free_reqid(last)
-    target = cache.alloc_reqid()
+    cache, source, target = open_with_target(rig)
     require_room = sharing.require_room
 
     def stepped(*arguments: Any) -> Any:
