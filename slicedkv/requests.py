@@ -104,7 +104,8 @@ class Requests:
         state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
         state.note_mapped(slot)
         state.clean_pages[slot] = 0
-        state.zeroing = None if state.zeroing == slot else state.zeroing
+        if state.zeroing == slot:
+            state.zeroing = None
         return slot
 
     def undo_begin(self, *slots: int) -> None:
