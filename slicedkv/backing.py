@@ -53,7 +53,8 @@ class Backing:
         self._mapped = [0] * layout.max_batch_size
         self._leaving = 0  # pages per plane struck off and not unmapped yet
         self.shared = SharedPages(self._segments, pool.references, layout.num_planes)
-        pool.attach(self)
+        with pool.gate.lock:
+            pool.attach(self)
 
     def mapped(self, slot: int) -> int:
         """Pages per plane mapped for a slot."""

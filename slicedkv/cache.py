@@ -97,8 +97,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         planner = Planner(self._state)
         self._mapper = Mapper(planner, background=config.mapper == "background")
         copier = Copier(self._state, self._views)
-        self._stepper = Stepper(self._state, self._mapper, CopyOnWrite(self._state, copier))
         self._zeroer = Zeroer(self._state, copier) if config.zero_on_reuse else None
+        self._stepper = Stepper(self._state, self._mapper, CopyOnWrite(self._state, copier), self._zeroer)
         self._requests = Requests(self._state, planner, self._mapper)
         self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
         mover = RowMover(self._state, self._zeroer)
@@ -186,8 +186,37 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         ConfigError, StateError
             `reqid` is out of range; it is not active (freed twice); the current stream is being captured.
         """
+        self._check_open()
+        reqid = self._check_reqid(reqid)
+        if not self._gate.is_inside():
+            self._enter()
+        self._requests.end(reqid)
+        self._mapper.run_pending()
+
+    def truncate(self, reqid: int, seq_len: int) -> None:
+        """Cut a request to its first `seq_len` tokens and give the pages behind them back.
+
+        The request goes on from there, as a request of that length. Pages are unmapped in the background, with
+        `mapper="sync"` by a later call, after the work queued so far on the current stream; until then they count as
+        available. What other requests share of them stays with those.
+
+        Parameters
+        ----------
+        reqid : int
+            An active request.
+        seq_len : int
+            Tokens to keep: 0, and at most the length of its last step.
+
+        Raises
+        ------
+        ConfigError
+            An argument is out of range.
+        StateError
+            `reqid` is not active, or has fewer tokens; the current stream is being captured. Nothing was changed.
+        """
         self._enter()
-        self._requests.end(self._check_reqid(reqid))
+        seq_len = check_int("seq_len", seq_len, 0, self.layout.max_seq_len)
+        self._requests.truncate(self._check_reqid(reqid), seq_len)
         self._mapper.run_pending()
 
     # --- growth -----------------------------------------------------------------------------------------------------
@@ -223,28 +252,28 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         ok = self._stepper.step(lens)
         if not self._mapper.background:
             self._mapper.run_pending()
-        if ok and self._zeroer is not None:
-            self._zeroer.run(lens)
+            if ok and self._zeroer is not None:
+                self._zeroer.run(lens)
         return ok
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def pages_needed(self, seq_lens: SeqLens) -> int:
         """Pages over all planes that `step(seq_lens)` would take of `pages_available()`; raises as `step` does."""
-        self._check_open()
+        self._look()
         lens = parse_seq_lens(seq_lens, self.layout.max_batch_size)
         with self._gate.lock:
             return self._stepper.pages_needed(lens)
 
     def pages_available(self) -> int:
         """Pages over all planes that can be had: free, creatable, and idle, lookahead and eager pages."""
-        self._check_open()
+        self._look()
         with self._gate.lock:
             return available_pages(self._state)
 
     def can_admit(self, seq_len: int) -> bool:
         """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
-        self._check_open()
+        self._look()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         with self._gate.lock:
             return has_room(self._state, pages)
@@ -273,7 +302,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
     def stats(self) -> CacheStats:
         """Take a snapshot of memory, counters and times."""
-        self._check_open()
+        self._look()
         with self._gate.lock:
             return self._state.snapshot()
 
@@ -285,11 +314,14 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         StateError
             An invariant is broken; the message says which.
         """
-        self._check_open()
+        self._look()
         with self._state.work("check_integrity", paused=True), self._gate.lock:
             self._state.check_integrity()
 
     # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _before_close(self) -> None:
+        self._gate.refuse_inside()
 
     def _close(self) -> None:
         shut_down(self._state, self._mapper)

@@ -32,7 +32,7 @@ class Copier:
         read = self._views.bytes_of(layout, source, first_byte, end_byte)
         for to_plane, from_plane in zip(written, read, strict=True):
             to_plane.copy_(from_plane)
-        self._leave_fence(source)
+        self._leave_fence(source, read=True)
         self._leave_fence(target)
 
     def zero(self, slot: int, first_byte: int, end_byte: int) -> None:
@@ -41,6 +41,10 @@ class Copier:
             plane.zero_()
         self._leave_fence(slot)
 
-    def _leave_fence(self, slot: int) -> None:
+    def _leave_fence(self, slot: int, *, read: bool = False) -> None:
+        """Nothing is unmapped before this work is done, and a request whose rows it reads goes on behind it."""
         with self._state.gate.lock:
-            self._state.slots.set_fence(slot, self._state.fence_behind(slot))
+            fence = self._state.fence_behind(slot)
+            self._state.slots.set_fence(slot, fence)
+            if read and self._state.slots.is_active(slot):
+                self._state.slots.reads[slot] = fence

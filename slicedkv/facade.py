@@ -39,13 +39,40 @@ class Facade(Closeable):
         ConfigError, StateError
             `reqid` is out of range; the cache is closed.
         """
-        self._check_open()
+        self._look()
         with self._state.gate.lock:
-            return self._state.slots.is_active(self._check_reqid(reqid))
+            return self._state.slots.has_request(self._check_reqid(reqid))
+
+    def seq_len(self, reqid: int) -> int:
+        """Tokens of a request: the length that its last `step`, `share_prefix`, `fork` or `truncate` gave it.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `reqid` is out of range; it is not active.
+        """
+        self._look()
+        with self._state.gate.lock:
+            self._state.slots.require_active(self._check_reqid(reqid))
+            return self._state.lengths.last(reqid)
+
+    def _look(self) -> None:
+        """Begin a call that takes the lock.
+
+        Raises
+        ------
+        StateError
+            The cache is closed; this thread has the lock already, and would wait for itself.
+        """
+        self._check_open()
+        self._state.gate.refuse_inside()
+        if self._state.late_ends:
+            with self._state.gate.lock:
+                self._state.catch_up()
 
     def _enter(self) -> None:
         """Begin a call that changes something: raise what went wrong in the background since the last one."""
-        self._check_open()
+        self._look()
         if self._mapper.failure is not None:
             self._mapper.raise_failure()
 

@@ -3,7 +3,9 @@
 Bookkeeping is guarded by a lock that is only ever held for moments. Mapping takes long, so it is done without the
 lock, by whoever holds the *work token*: one thread at a time (mapping from two threads is no faster than from one on
 an H200, see bench/mapper.py). Whoever holds the token may change what is mapped; the lock is taken again to commit.
-A foreground thread that wants the token goes before the mapper. Every wait is bounded.
+A foreground thread that wants the token goes before the mapper. Every wait is bounded, and nobody waits for itself: a
+thread may be called again while it is inside, by a signal's handler or a finalizer, and `is_inside` and `is_working`
+tell.
 
 Knows nothing of what it guards. Caches that share a pool share its gate.
 """
@@ -11,12 +13,20 @@ Knows nothing of what it guards. Caches that share a pool share its gate.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .errors import StateError
 
-__all__ = ["Gate"]
+__all__ = ["Claim", "Gate"]
+
+
+class Claim:
+    """Who holds the work token, and what for: each claim is an object of its own."""
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+        self.thread = threading.get_ident()
 
 
 class Gate:
@@ -26,18 +36,37 @@ class Gate:
     ----------
     lock : threading.Condition
         Held for moments; notified when the token is handed back or when there is news for a mapper.
-    mutex : threading.Lock
-        The lock inside `lock`, for the one call that must be quick and waits for nothing.
+    mutex : threading.RLock
+        The lock inside `lock`, for the one call that must be quick and waits for nothing. It knows its owner, so that a
+        call on the thread that is inside can be refused; nobody takes it twice.
+    claim : Claim or None
+        Who holds the token.
+    is_inside : function
+        Returns True when the calling thread holds the lock.
     timeout_s : float
         Longest wait for the token, in seconds.
     """
 
     def __init__(self, timeout_s: float = 4.0) -> None:
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()
         self.lock = _Condition(self.mutex)
         self.timeout_s = timeout_s
-        self._claim: _Claim | None = None
+        self.claim: Claim | None = None
+        self.is_inside: Callable[[], bool] = self.mutex._is_owned  # type: ignore[attr-defined]
         self._foreground_waiting = 0
+
+    def is_working(self) -> bool:
+        """True when the calling thread holds the work token already."""
+        claim = self.claim
+        return claim is not None and claim.thread == threading.get_ident()
+
+    def refuse_inside(self) -> None:
+        """Raise `StateError` when the calling thread holds the lock: it would wait for itself."""
+        if self.is_inside():
+            raise StateError(
+                "this thread is in the middle of another call of the cache, which a signal's handler or a finalizer "
+                "interrupted; only free_reqid and handles can be given back there. Call again when that call is over"
+            )
 
     @contextmanager
     def work(self, purpose: str) -> Iterator[None]:
@@ -46,59 +75,60 @@ class Gate:
         Raises
         ------
         StateError
-            The token did not come free within `timeout_s`: a driver call hangs. Nothing was changed.
+            The token did not come free within `timeout_s`: a driver call hangs. Or the calling thread has it: it was
+            interrupted in the middle of driver work. Nothing was changed.
         """
-        claim = _Claim(purpose)
+        claim = Claim(purpose)
         try:
             self._take(claim)
             yield
         finally:  # no call comes before the token is free: an interrupt would be raised there
-            if self._claim is claim:
-                self._claim = None
+            if self.claim is claim:
+                self.claim = None
             self._tell()
 
-    def _take(self, claim: _Claim) -> None:
+    def _take(self, claim: Claim) -> None:
         with self.lock:
+            if self.is_working():
+                raise StateError(
+                    f"{claim.purpose}: this thread is in the middle of {self._purpose()}; call again when that is over"
+                )
             self._foreground_waiting += 1
             try:
-                self.lock.wait_for(lambda: self._claim is None, self.timeout_s)
+                self.lock.wait_for(lambda: self.claim is None, self.timeout_s)
             finally:
                 self._foreground_waiting -= 1
-            holder = self._claim
-            if holder is None:
-                self._claim = claim
+            if self.claim is None:
+                self.claim = claim
                 return
+            purpose = self._purpose()
         raise StateError(
-            f"{claim.purpose}: waited {self.timeout_s:g} s for {holder.purpose} to finish its driver calls; "
+            f"{claim.purpose}: waited {self.timeout_s:g} s for {purpose} to finish its driver calls; "
             "the driver hangs or is overloaded. Nothing was changed; try again or close the cache"
         )
 
+    def _purpose(self) -> str:
+        return "nothing" if self.claim is None else self.claim.purpose
+
     def try_claim(self, purpose: str) -> bool:
         """Take the token for a mapper unless it is taken or wanted by the foreground. Call with the lock held."""
-        if self._claim is not None or self._foreground_waiting:
+        if self.claim is not None or self._foreground_waiting:
             return False
-        self._claim = _Claim(purpose)
+        self.claim = Claim(purpose)
         return True
 
     def release_claim(self) -> None:
         """Undo `try_claim`. Call with the lock held, before it was given up."""
-        self._claim = None
+        self.claim = None
 
     def hand_back(self) -> None:
         """Give the token back and wake whoever waits for it."""
-        self._claim = None
+        self.claim = None
         self._tell()
 
     def _tell(self) -> None:
         with self.lock:
             self.lock.notify_all()
-
-
-class _Claim:
-    """Who holds the token: each claim is an object of its own."""
-
-    def __init__(self, purpose: str) -> None:
-        self.purpose = purpose
 
 
 class _Condition(threading.Condition):

@@ -67,7 +67,7 @@ def grow_now(
 ) -> None:
     """*token* Map pages a call needs now, taking margin and idle pages back where memory is short.
 
-    What the call needs of the margin is in `state.claims` and stays.
+    What the call needs of the margin is in `state.holds.claims` and stays.
 
     Raises
     ------

@@ -109,7 +109,6 @@ class LengthTable:
         self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
         self.shared, self._last = (array("q", bytes(8 * num_slots)) for _ in range(2))
         self.sharers: set[int] = set()
-        self.ended: set[int] = set()  # slots reset since a step with growth began
         self._level = True  # no request is shorter than it was: `touched` holds the last lengths
         self._zeros = torch.zeros(num_slots, dtype=torch.int64)
         self._clamped = torch.zeros(num_slots, dtype=torch.int64)
@@ -136,6 +135,15 @@ class LengthTable:
         else:  # some were left out, or are shorter than before
             torch.where(lens > 0, lens, self._lasts(), out=self._last_lens)
             self._level = False
+
+    def truncate(self, slot: int, seq_len: int) -> None:
+        """Note that a request has only its first `seq_len` tokens left."""
+        self.touched[slot] = self._last[slot] = seq_len
+
+    def knows(self, slot: int) -> bool:
+        """True when a slot has a length of any kind."""
+        columns = (self.touched, self.backed, self.trigger, self.shared, self._last)
+        return slot in self.sharers or any(column[slot] for column in columns)
 
     def last(self, slot: int) -> int:
         """The length that a slot's request had in its last step."""
@@ -205,7 +213,6 @@ class LengthTable:
         """Forget a slot's request."""
         self.touched[slot] = self.backed[slot] = self.trigger[slot] = self._last[slot] = 0
         self.share(slot, 0)
-        self.ended.add(slot)
 
     def reset_all(self) -> None:
         """Forget all requests, so that no length counts as mapped."""

@@ -76,9 +76,13 @@ class Closeable(ABC):
             return
         if refusal not in (None, _CLOSING):
             raise StateError(refusal)
+        self._before_close()
         self._refusal = _CLOSING
         self._close()
         self._refusal = _CLOSED
+
+    def _before_close(self) -> None:  # noqa: B027 (most have no lock)
+        """Raise `StateError` when the calling thread is in the middle of a call: `close` would wait for itself."""
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -53,7 +53,6 @@ class Mapper:
         self._state = planner.state
         self._gate = planner.state.gate
         self._thread: threading.Thread | None = None
-        self._news = False
         self._stopped = False
         self._asked_at: float | None = None
         self._answering: float | None = None
@@ -66,7 +65,7 @@ class Mapper:
         """Say that there may be work; with `due` the mapper is timed from now on. Lock held; never waits."""
         if due and self._asked_at is None:
             self._asked_at = time.perf_counter()
-        self._news = True
+        self._state.news = True
         self._failed = False
         if not self.background or self._stopped:
             return
@@ -85,7 +84,7 @@ class Mapper:
 
     def run_pending(self) -> None:
         """Do all work now when there is no thread for it. Takes the token; failures are kept like the thread's."""
-        if self.background or not self._news:
+        if self.background or not self._state.news:
             return
         try:
             with self._state.work("background work on the calling thread"):
@@ -95,7 +94,7 @@ class Mapper:
                     if work is None or not self._execute(work):
                         return
         except StateError:
-            self._news = True  # somebody else is long at it; this work can wait for the next call
+            self._state.news = True  # somebody else is long at it; this work can wait for the next call
 
     def raise_failure(self) -> None:
         """Raise, once, what went wrong in the background since the last call."""
@@ -167,19 +166,19 @@ class Mapper:
         lock = self._gate.lock
         with lock:
             while not self._stopped:
-                if self._news and self._gate.try_claim("the mapper"):
+                if self._state.news and self._gate.try_claim("the mapper"):
                     work = self._plan()
                     if work is not None:
                         return work
                     self._gate.release_claim()
                 waiting = not self._failed and self._awaits_device()
                 lock.wait(_FENCE_POLL_S if waiting else None)
-                self._news |= waiting
+                self._state.news |= waiting
         return None
 
     def _plan(self) -> Work | None:
         """Ask the planner; a failure in planning is kept like one in working. Lock held."""
-        self._news = False  # from here on a wake is news again, also while the work is being done
+        self._state.news = False  # from here on a wake is news again, also while the work is being done
         work = None
         try:
             work = self._planner.next()
@@ -212,7 +211,7 @@ class Mapper:
             self._keep(error)
             return False
         with self._gate.lock:
-            self._news = True  # there may be more
+            self._state.news = True  # there may be more
             self._failed = False
             if self.background:
                 self._state.counters.hidden_map_us += seconds * 1e6

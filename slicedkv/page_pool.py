@@ -254,7 +254,7 @@ class PagePool:
         self.driver.release_batch(handles.pages + handles.extents)
 
     def attach(self, owner: HandleOwner) -> None:
-        """Note somebody who maps handles of this pool; it is forgotten when it is collected."""
+        """Note somebody who maps handles of this pool; it is forgotten when it is collected. Lock held."""
         self._owners.add(owner)
 
     def check_integrity(self) -> None:

@@ -1,10 +1,10 @@
 """`Planner`: which work comes next off the critical path, in the paper's order, and doing one batch of it.
 
 Order: pages that `alloc_reqid(seq_len)` or `prefetch` asked for; the next page of slots that near the end of what is
-mapped (lookahead); parting idle slots from what others share with them; pages for the request that may come next
-(eager); handles created ahead, so that `step` need not create; pages taken from idle slots when memory is short. A
-batch is small enough that a `step` that needs the driver waits for it no longer than a few milliseconds. Source:
-vAttention, section 6. Who runs it and when is the mapper's business.
+mapped (lookahead); parting idle slots from what others share with them; unmapping what lies behind requests that were
+cut short; pages for the request that may come next (eager); handles created ahead, so that `step` need not create;
+pages taken from idle slots when memory is short. A batch is small enough that a `step` that needs the driver waits for
+it no longer than a few milliseconds. Source: vAttention, section 6. Who runs it and when is the mapper's business.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ is busy in Python, where every batch costs it two or three waits for the GIL of 
 
 
 class Work(NamedTuple):
-    """One batch: growths, or for "stock" a number of handles to create, or for "reclaim" a slot to take pages from."""
+    """One batch: growths, or for "stock" a number of handles to create, or for "reclaim" a slot to take pages from.
+
+    `keep_pages` pages per plane stay in that slot.
+    """
 
     reason: Reason
     growths: tuple[Growth, ...] = ()
     handles: int = 0
     slot: int = -1
+    keep_pages: int = 0
 
 
 class Planner:
@@ -67,7 +71,8 @@ class Planner:
             return None
         if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
-        for propose in (self._prefetch, self._lookahead, self._part, self._eager, self._stock, self._reclaim):
+        urgent, later = (self._prefetch, self._lookahead), (self._eager, self._stock, self._reclaim)
+        for propose in (*urgent, self._part, self._surplus, *later):
             work = propose()
             if work is not None:
                 return work
@@ -83,7 +88,7 @@ class Planner:
             elif work.reason == "stock":
                 self.state.pool.stock(work.handles)
             else:
-                reclaim_slot(self.state, work.slot, wait=False)
+                reclaim_slot(self.state, work.slot, wait=False, keep_pages=work.keep_pages)
         finally:
             self._set_slots(None)
         return time.perf_counter() - started
@@ -142,6 +147,19 @@ class Planner:
                 return Work("reclaim", slot=slot)
         return None
 
+    def _surplus(self) -> Work | None:
+        """Unmap what requests that were cut short do not need any more, but for what lookahead would map again."""
+        state = self.state
+        for slot in list(state.surplus):
+            seq_len = state.lengths.touched[slot]
+            ahead = min(seq_len + state.lengths.distance, state.layout.max_seq_len) if seq_len else 0
+            keep = state.layout.pages_for(ahead)
+            if not state.spare_pages(slot, claim=keep):
+                state.surplus.discard(slot)
+            elif state.is_over(slot):
+                return Work("reclaim", slot=slot, keep_pages=keep)
+        return None
+
     def _idle_sharers(self) -> list[int]:
         shared = self.state.backing.shared
         return list(filter(shared.has, self.state.slots.idle)) if shared.alias_pages else []
@@ -194,7 +212,9 @@ class Planner:
         """True when idle pages that are to go only wait for device work to end. Lock held."""
         if self.state.paused:
             return False
-        leaving = self._idle_sharers() + (idle_victims(self.state) if self._memory_is_low() else [])
+        leaving = [*self._idle_sharers(), *self.state.surplus]
+        if self._memory_is_low():
+            leaving += idle_victims(self.state)
         return not all(map(self.state.is_over, leaving))
 
 

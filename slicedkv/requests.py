@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from .errors import OutOfSlotsError
+from .errors import OutOfSlotsError, StateError
 from .mapper import Mapper
 from .planner import Planner
 from .reclaim import reclaim_slot
 from .state import CacheState
-from .vmm.base import Fence
 
 __all__ = ["Requests"]
 
@@ -47,8 +46,8 @@ class Requests:
             with state.gate.lock:
                 state.require_running()
                 found = state.best_fit(pages)
-                keep = self._keep(found, pages)
-                if found is None or keep is None:
+                keep = self._keep(found, pages, told=told)
+                if keep is None:
                     slot = self._activate(found)
                     if seq_len and told:
                         state.wanted[slot] = pages
@@ -56,18 +55,19 @@ class Requests:
                     self._mapper.wake()
                     return slot
             with state.work("alloc_reqid") if told else nullcontext():
-                if keep != _LOOK_AGAIN:
+                if found is not None and keep != _LOOK_AGAIN:
                     reclaim_slot(state, found, wait=True, keep_pages=keep)
 
-    def _keep(self, slot: int | None, pages: int) -> int | None:
+    def _keep(self, slot: int | None, pages: int, *, told: bool) -> int | None:
         """Pages per plane of an idle slot to keep when more must go before it is handed out; None if nothing must.
 
-        What it shares must go; what would be stranded must if nothing has to be waited for. That is known when the
-        mapper is done with the slot: `_LOOK_AGAIN` says to wait for it and choose anew. Lock held.
+        What it shares must go; what would be stranded must if nothing has to be waited for. `_LOOK_AGAIN` says to wait
+        for the work token and choose anew: the mapper is mapping pages for the slot, or there is no idle slot before
+        another thread's call lets go of one whose request is over. Lock held.
         """
         state = self._state
         if slot is None:
-            return None
+            return _LOOK_AGAIN if told and state.slots.ending else None
         if pages and state.is_growing(slot):
             return _LOOK_AGAIN
         if state.backing.shared.has(slot):
@@ -104,16 +104,13 @@ class Requests:
         state.counters.pages_reused += state.backing.mapped(slot) * state.layout.num_planes
         state.note_mapped(slot)
         state.clean_pages[slot] = 0
-        if state.zeroing == slot:
-            state.zeroing = None
         return slot
 
     def undo_begin(self, *slots: int) -> None:
         """Make active slots idle again whose requests never began, behind the fences they had; lost ones stay lost."""
         with self._state.gate.lock:
             for slot in filter(self._state.slots.is_active, slots):
-                self._state.slots.deactivate(slot)
-                self._state.lengths.reset(slot)
+                self._state.end(slot, None)
 
     def want(self, slot: int, seq_len: int) -> None:
         """Ask for `seq_len` tokens of an active slot to be mapped ahead of need."""
@@ -125,31 +122,52 @@ class Requests:
             self._mapper.wake()
 
     def end(self, slot: int) -> None:
-        """Make an active slot idle behind the work queued so far; its pages stay. A pause under way is waited for."""
+        """End a request behind the work queued so far; its pages stay.
+
+        Waits for a pause under way, and for another thread's call that may end the request itself. In the middle of a
+        call of this thread, such as in a finalizer, it is put off.
+        """
         state = self._state
+        if state.gate.is_inside():
+            state.end_later(slot)
+            return
         with state.gate.lock:
-            if not state.paused:
+            state.slots.require_active(slot)
+            if not state.paused and slot not in state.holds.leaving:
                 self._end(slot)
                 return
-        with state.work("free_reqid", paused=True), state.gate.lock:
+            if state.gate.is_working():
+                state.end_later(slot)
+                return
+        with state.work("free_reqid", slot, paused=True), state.gate.lock:
             self._end(slot)
 
     def _end(self, slot: int) -> None:
         """Lock held, and the work token while the cache is paused."""
-        self._state.slots.require_active(slot)
-        self._leave(slot, self._state.fence_behind(slot))
+        self._state.end_or_put_off(slot, self._state.fence_behind(slot))
+        self._mapper.wake()
 
-    def leave(self, slot: int, fence: Fence) -> None:
-        """*token* Make a leaving slot idle behind the copy of its rows."""
-        with self._state.gate.lock:
-            self._leave(slot, fence)
-
-    def _leave(self, slot: int, fence: Fence) -> None:
-        """Lock held. What of the request is in host memory, while the cache is paused, is given back."""
+    def truncate(self, slot: int, seq_len: int) -> None:
+        """Cut a request short; see `SlicedKVCache.truncate`. Waits for a call of another thread that uses it."""
         state = self._state
-        state.slots.release(slot, fence)
-        state.lengths.reset(slot)
+        with state.gate.lock:
+            state.require_running()
+            state.slots.require_active(slot)
+            if slot not in state.holds.slots:
+                self._truncate(slot, seq_len)
+                return
+        with state.work("truncate", slot), state.gate.lock:
+            self._truncate(slot, seq_len)
+
+    def _truncate(self, slot: int, seq_len: int) -> None:
+        """Lock held, and the work token where another call held the slot."""
+        state = self._state
+        has = state.lengths.last(slot)
+        if seq_len > has:
+            raise StateError(f"reqid {slot} has {has} tokens, seq_len is {seq_len}; step makes a request longer")
+        state.slots.set_fence(slot, state.fence_behind(slot))
+        state.lengths.truncate(slot, seq_len)
         state.wanted.pop(slot, None)
-        state.drop_offloaded(slot)
+        state.surplus.add(slot)
         state.unscheduled = True
         self._mapper.wake()

@@ -8,7 +8,7 @@ neither lengths, states nor drivers. Call with the gate's lock held.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 
 from .errors import StateError
@@ -95,6 +95,20 @@ class SharedPages:
                 found.add(handle)
         return saved * self._planes
 
+    def common_bytes(self, rows: Mapping[int, int], page_bytes: int) -> int:
+        """Bytes per plane that slots have in common with one counted before: the first `rows[slot]` bytes of each."""
+        counted: dict[int, int] = {}
+        common = 0
+        for slot in filter(self.has, rows):
+            left = rows[slot]
+            for index, size in enumerate(self._segments[slot].sizes[: self._bound[slot]]):
+                filled, handle = min(max(left, 0), size * page_bytes), self.first_handle(slot, index)
+                before = counted.get(handle, 0)
+                common += min(filled, before)
+                counted[handle] = max(filled, before)
+                left -= filled
+        return common
+
     def release(self) -> Release:
         """Begin to reckon what becomes free when slots let go of pages, one after another."""
         return Release(self, self._segments, self._references)
@@ -103,14 +117,15 @@ class SharedPages:
         """Segments at the start of a slot among which all shared ones are."""
         return self._tighten(slot) if self.alias_pages else 0
 
-    def holders(self, swaps: Iterable[Swap], lost: Container[int] = ()) -> dict[int, int]:
-        """Of each handle of the first plane that was replaced, a slot that still has it, at the same pages."""
-        replaced = {handle for swap in swaps for handle in swap.cut.segments.handles[:: self._planes]}
+    def sources(self, swaps: Iterable[Swap], slots: Iterable[int]) -> dict[int, int]:
+        """Of each handle of the first plane that is to be replaced, one of `slots` that keeps it, at the same pages."""
+        pairs = {(handle, cut.slot) for cut, _ in swaps for handle in cut.segments.handles[:: self._planes]}
+        replaced = {handle for handle, _ in pairs}
         return {
             handle: slot
-            for slot, segments in enumerate(self._segments)
-            if slot not in lost
-            for handle in replaced.intersection(segments.handles[:: self._planes])
+            for slot in slots
+            for handle in replaced.intersection(self._segments[slot].handles[:: self._planes])
+            if (handle, slot) not in pairs
         }
 
     # --- what must be replaced before it is written -----------------------------------------------------------------

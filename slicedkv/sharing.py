@@ -42,7 +42,8 @@ class PrefixSharing(Facade):
         writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
         it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
         over, the call waits for it, as it does for that of other freed requests when memory is short. Costs the
-        driver time of one mapping per handle. `src` must not be freed by another thread meanwhile.
+        driver time of one mapping per handle. What another thread asks of one of the two requests meanwhile, such as
+        freeing it, happens after this call.
 
         Parameters
         ----------
@@ -102,7 +103,7 @@ class PrefixSharing(Facade):
         ConfigError, StateError
             An argument is out of range; the cache is closed.
         """
-        self._check_open()
+        self._look()
         reqid, num_tokens = self._check_reqid(reqid), check_int("num_tokens", num_tokens, 0, self.layout.max_seq_len)
         with self._state.gate.lock:
             segments = self._state.backing.first_segments(reqid, self.layout.whole_pages(num_tokens))
@@ -119,10 +120,10 @@ class PrefixSharing(Facade):
         ConfigError, StateError
             A reqid is out of range; the cache is closed.
         """
-        self._check_open()
+        self._look()
         slots = {self._check_reqid(reqid) for reqid in reqids}
         with self._state.gate.lock:
-            return freeable_pages(self._state, slots & self._state.slots.active)
+            return freeable_pages(self._state, slots & self._state.slots.active - self._state.slots.ending)
 
 
 class Sharer:
@@ -145,7 +146,9 @@ class Sharer:
     def share(self, src: int, dst: int, num_tokens: int) -> bool:
         """See `PrefixSharing.share_prefix`."""
         state = self._state
-        with state.work("share_prefix"):
+        if src == dst:
+            raise ConfigError(f"src and dst are both reqid {src}; share with another request")
+        with state.work("share_prefix", src, dst):
             with state.gate.lock:
                 self._check(src, dst, num_tokens)
             try:
@@ -158,11 +161,11 @@ class Sharer:
     def fork(self, src: int, count: int) -> list[int]:
         """See `PrefixSharing.fork`."""
         state = self._state
-        with state.work("fork"):
+        with state.work("fork", src):
             with state.gate.lock:
-                state.slots.require_active(src)
                 num_tokens = state.lengths.last(src)
                 slots = self._requests.begin_empty(count)
+                state.holds.add(slots)
             try:
                 if num_tokens:
                     self._share(src, slots, num_tokens)
@@ -183,11 +186,7 @@ class Sharer:
 
     def _check(self, src: int, dst: int, num_tokens: int) -> None:
         """Refuse what cannot be shared. Lock held."""
-        slots, lengths = self._state.slots, self._state.lengths
-        slots.require_active(src)
-        slots.require_active(dst)
-        if src == dst:
-            raise ConfigError(f"src and dst are both reqid {src}; share with another request")
+        lengths = self._state.lengths
         if lengths.touched[dst]:
             raise StateError(
                 f"reqid {dst} has {lengths.touched[dst]} tokens already; share a prefix with a request that has had no "
@@ -199,38 +198,27 @@ class Sharer:
             )
 
     def _share(self, src: int, targets: Sequence[int], num_tokens: int) -> None:
-        """*token* Map the prefix behind all targets, or behind none and raise as `grow_now` does."""
+        """*token* Map the prefix behind all targets, which are held, or behind none and raise as `grow_now` does."""
         state, layout = self._state, self._state.layout
         state.pool.driver.record_fence()  # refuses a stream that is being captured, before anything is changed
         with state.gate.lock:
             shared = state.backing.first_segments(src, layout.whole_pages(num_tokens))
             growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
-            # All that the targets have mapped must go, also what was asked for ahead: it is asked for again below.
-            wanted = {slot: state.wanted.pop(slot) for slot in targets if slot in state.wanted}
-            state.claims = {src: layout.pages_for(num_tokens)}  # what is read there stays, should `src` end meanwhile
+            # All that the targets have mapped must go, also what was asked for ahead: it is mapped again afterwards.
+            state.holds.emptied.update(targets)
         try:
             require_room(state, new_pages(state, growths, ()))
             for slot in targets:
-                self._empty(slot, wanted)
+                while state.backing.mapped(slot):  # again, where another thread's work in the slot was waited for
+                    reclaim_slot(state, slot, wait=True)
+            with state.gate.lock:
+                state.holds.claims.update(dict.fromkeys(targets, layout.pages_for(num_tokens)))
             grow_now(state, growths, aliases)
             self._fill(src, targets, shared.pages * layout.page_bytes, num_tokens)
         finally:
             with state.gate.lock:
-                state.claims = {}
-                state.wanted.update((slot, pages) for slot, pages in wanted.items() if state.slots.is_active(slot))
                 self._mapper.wake()
-
-    def _empty(self, slot: int, wanted: dict[int, int]) -> None:
-        """*token* Unmap all that a target has, also what another thread asked for meanwhile, which is noted."""
-        state = self._state
-        while state.backing.mapped(slot):
-            with state.gate.lock:
-                if state.lengths.touched[slot]:
-                    raise StateError(f"reqid {slot} got tokens from another thread meanwhile; nothing was shared")
-                if slot in state.wanted:
-                    wanted[slot] = state.wanted.pop(slot)
-            reclaim_slot(state, slot, wait=True)
 
     def _fill(self, src: int, targets: Sequence[int], first_byte: int, num_tokens: int) -> None:
         """*token* Copy what is not shared, then note what the targets have; should that fail, they have nothing."""
@@ -242,6 +230,7 @@ class Sharer:
                 if state.config.zero_on_reuse:
                     self._copier.zero(slot, end_byte, end_page * layout.page_bytes)
         except BaseException:
+            state.holds.claims.clear()
             for slot in targets:
                 with suppress(DriverError, StateError):  # stays mapped, as what idle slots have does
                     reclaim_slot(state, slot, wait=True)

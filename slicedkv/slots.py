@@ -6,7 +6,7 @@ cache calls it with its gate's lock held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from .errors import OutOfSlotsError, StateError
 from .vmm.base import Fence
@@ -17,15 +17,23 @@ __all__ = ["SlotTable"]
 class SlotTable:
     """States of `num_slots` slots.
 
-    A slot is active (held by a request), idle (free, perhaps still backed by pages) or lost (a driver failure left its
-    mapping in an unknown state; it is never handed out again).
+    A slot is active (a request has it), idle (free, perhaps still backed by pages) or lost (a driver failure left its
+    mapping in an unknown state; it is never handed out again). An active slot may be ending: its request is over for
+    everybody but the call that still reads or writes its pages.
+
+    Attributes
+    ----------
+    reads : dict of int to Fence
+        Copies that may still read an active slot's rows, perhaps on another stream than its request's.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.reads: dict[int, Fence] = {}
         self._active: set[int] = set()
         self._idle: set[int] = set(range(num_slots))
-        self._leaving: set[int] = set()
+        self._ending: set[int] = set()
+        self._generations = [0] * num_slots
         self._fences: dict[int, Fence] = {}
 
     @property
@@ -44,23 +52,52 @@ class SlotTable:
         return frozenset(range(self.num_slots)) - self._active - self._idle
 
     @property
+    def ending(self) -> frozenset[int]:
+        """Active slots whose request is over as soon as the call that uses them is done."""
+        return frozenset(self._ending)
+
+    @property
     def num_active(self) -> int:
         """Number of slots that hold a request."""
         return len(self._active)
 
     def is_active(self, slot: int) -> bool:
-        """True when `slot` holds a request."""
+        """True when `slot` holds a request, also one that is ending: its pages are in use."""
         return slot in self._active
 
+    def has_request(self, reqid: int) -> bool:
+        """True when a request has the slot and was not ended."""
+        return reqid in self._active and reqid not in self._ending
+
     def require_active(self, reqid: int) -> None:
-        """Raise `StateError` unless `reqid` names an active slot, one that is not `leaving`."""
-        if reqid in self._leaving:
-            raise StateError(f"reqid {reqid} is not active; another thread is swapping it out")
-        if reqid in self._active:
+        """Raise `StateError` unless `reqid` names a request."""
+        if self.has_request(reqid):
             return
         if not 0 <= reqid < self.num_slots:
             raise StateError(f"reqid {reqid} does not exist; this cache has reqids [0, {self.num_slots})")
         raise StateError(f"reqid {reqid} is not active; it was freed already or never allocated")
+
+    def generation(self, slot: int) -> int:
+        """How many requests the slot has had: the same number means the same request, while it is active."""
+        return self._generations[slot]
+
+    def tickets(self, reqids: Iterable[int]) -> dict[int, int]:
+        """The generation of each of these requests, for `require_same`; `StateError` when one is not active."""
+        found = {}
+        for reqid in reqids:
+            self.require_active(reqid)
+            found[reqid] = self._generations[reqid]
+        return found
+
+    def require_same(self, tickets: Mapping[int, int]) -> None:
+        """Raise `StateError` unless each request is still the one that its ticket was taken for."""
+        for reqid, generation in tickets.items():
+            self.require_active(reqid)
+            if self._generations[reqid] != generation:
+                raise StateError(
+                    f"reqid {reqid} is not active; it was freed while this call waited, and its slot is another "
+                    "request's now"
+                )
 
     def best_fit(
         self, pages: int, usable: Callable[[int], int], mapped: Callable[[int], int] | None = None
@@ -98,29 +135,33 @@ class SlotTable:
             )
         self._idle.remove(slot)
         self._active.add(slot)
+        self._generations[slot] += 1
         return slot
 
     def deactivate(self, slot: int) -> None:
         """Undo `activate`: the slot is idle again, behind the fence it had."""
+        self._ending.discard(slot)
+        self.reads.pop(slot, None)
         self._active.remove(slot)
         self._idle.add(slot)
 
-    def release(self, slot: int, fence: Fence) -> None:
-        """Make an active slot idle; `fence` marks the end of the work that may still use it."""
-        self._leaving.discard(slot)
-        self._active.remove(slot)
-        self._idle.add(slot)
+    def set_ending(self, slot: int, fence: Fence) -> None:
+        """End a request whose pages a call still uses; `fence` marks the end of the work of the request itself."""
+        self._ending.add(slot)
         self._fences[slot] = fence
 
-    def set_leaving(self, slot: int, leaving: bool) -> None:
-        """Say whether the rows of an active slot are on their way out: meanwhile its request may not be used."""
-        (self._leaving.add if leaving else self._leaving.discard)(slot)
+    def release(self, slot: int, fence: Fence | None) -> None:
+        """Make an active slot idle; `fence` marks the end of the work that may still use it."""
+        self.deactivate(slot)
+        if fence is not None:
+            self._fences[slot] = fence
 
     def lose(self, slot: int) -> None:
         """Never hand out `slot` again."""
         self._idle.discard(slot)
         self._active.discard(slot)
-        self._leaving.discard(slot)
+        self._ending.discard(slot)
+        self.reads.pop(slot, None)
 
     def fence(self, slot: int) -> Fence | None:
         """The fence that must be done before anything behind the slot's old request is unmapped, or None."""

@@ -6,15 +6,18 @@ see. Everything is read and changed with the gate's lock held unless a docstring
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .backing import Backing, Cut
 from .config import CacheConfig
 from .copy_meter import CopyMeter
 from .errors import StateError
 from .gate import Gate
+from .holds import Holds
 from .host_pool import HostPool, HostSpan
 from .layout import KVLayout
 from .lengths import LengthTable
@@ -24,9 +27,17 @@ from .slots import SlotTable
 from .stats import CacheStats, Counters
 from .vmm.base import Fence
 
-__all__ = ["CacheState"]
+__all__ = ["CacheState", "LateEnd"]
 
 _PAGES_A_STRANDED_ONE = 8
+
+
+class LateEnd(NamedTuple):
+    """A request that is to be ended: its slot, which of the slot's requests it is, and the end of its work."""
+
+    slot: int
+    generation: int
+    fence: Fence
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -47,10 +58,12 @@ class CacheState:
         Slots or mappings changed since lookahead was last scheduled.
     clean_pages : list of int
         Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
-    zeroing : int or None
-        Slot whose pages are being zeroed; None when it was handed out since.
-    claims : dict of int to int
-        Pages per plane that the call under way needs, by slot; they stay even if the request ends meanwhile.
+    surplus : set of int
+        Active slots whose request was cut short: what lies behind its tokens is to be unmapped.
+    late_ends : deque of LateEnd
+        Requests whose end a finalizer or a signal's handler asked for in the middle of another call.
+    news : bool
+        Something changed that the mapper should look at.
     mapper_slots : frozenset of int or None
         Slots that the cache's mapper, which holds the work token, is mapping pages for: what is in flight (see
         `PagePool`) is this cache's. None while it does not.
@@ -77,15 +90,18 @@ class CacheState:
     eager: dict[int, int] = field(default_factory=dict)
     unscheduled: bool = False
     clean_pages: list[int] = field(default_factory=list)
-    zeroing: int | None = None
-    claims: dict[int, int] = field(default_factory=dict)
+    surplus: set[int] = field(default_factory=set)
+    late_ends: deque[LateEnd] = field(default_factory=deque)
+    news: bool = False
     mapper_slots: frozenset[int] | None = None
     paused: bool = False
     offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
+    holds: Holds = field(init=False)
 
     def __post_init__(self) -> None:
         self.clean_pages = [0] * self.layout.max_batch_size
+        self.holds = Holds(self.gate)
 
     @property
     def gate(self) -> Gate:
@@ -94,10 +110,11 @@ class CacheState:
 
     def keep_pages(self, slot: int) -> int:
         """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
-        claim = self.claims.get(slot, 0)
+        claim = self.holds.claims.get(slot, 0)
         if not self.slots.is_active(slot):
             return claim
-        return max(self.layout.pages_for(self.lengths.touched[slot]), self.wanted.get(slot, 0), claim)
+        wanted = 0 if slot in self.holds.emptied else self.wanted.get(slot, 0)
+        return max(self.layout.pages_for(self.lengths.touched[slot]), wanted, claim)
 
     def reusable_pages(self, slot: int) -> int:
         """Pages per plane of an idle slot that a new request can use; -1, worse than none, if they are shared."""
@@ -153,16 +170,66 @@ class CacheState:
     def lose(self, slot: int) -> None:
         """Take a slot out of use, and its request with it: what is mapped there is unknown."""
         self.slots.lose(slot)
+        self._forget(slot)
+        self.eager.pop(slot, None)
+
+    def _forget(self, slot: int) -> None:
+        """Drop what is known of a slot's request, and the host memory that it has while the cache is paused."""
         self.lengths.reset(slot)
         self.wanted.pop(slot, None)
-        self.eager.pop(slot, None)
-        self.drop_offloaded(slot)
-
-    def drop_offloaded(self, slot: int) -> None:
-        """Give back what host memory a slot's request has while the cache is paused."""
+        self.surplus.discard(slot)
         span = self.offloaded.pop(slot, None)
         if span is not None:
             self.host.give_back(span)
+
+    # --- the end of a request ----------------------------------------------------------------------------------------
+
+    def end(self, slot: int, fence: Fence | None) -> None:
+        """Make an active slot idle behind `fence`, or behind the one it has; its pages stay."""
+        self.slots.release(slot, fence)
+        self._forget(slot)
+        self.unscheduled = self.news = True
+
+    def end_or_put_off(self, slot: int, fence: Fence) -> None:
+        """End a request for everybody; where a call under way holds its slot, its pages stay until that is over."""
+        if slot in self.holds.slots:
+            self.slots.set_ending(slot, fence)
+        else:
+            self.end(slot, fence)
+
+    def end_later(self, slot: int) -> None:
+        """Note the end of a request on a thread that is in the middle of another call, whose books may not agree.
+
+        Without the lock, or with it: that of the call below.
+        """
+        self.slots.require_active(slot)
+        generation = self.slots.generation(slot)
+        if any(late.slot == slot and late.generation == generation for late in list(self.late_ends)):
+            raise StateError(f"reqid {slot} is not active; it was freed already")
+        self.late_ends.append(LateEnd(slot, generation, self.fence_behind(slot)))
+
+    def catch_up(self, *, working: bool = False) -> None:
+        """End what was to be ended late. Lock held, and with `working` the work token, without which a pause holds."""
+        for _ in range(len(self.late_ends) if working or not self.paused else 0):
+            slot, generation, fence = late = self.late_ends.popleft()
+            if not self.slots.has_request(slot) or self.slots.generation(slot) != generation:
+                continue
+            earlier = self.slots.fence(slot)
+            try:
+                if earlier is not None and earlier is not fence and not self.pool.driver.fence_done(earlier):
+                    self.pool.driver.order_after(fence)
+                    fence = self.fence_behind(slot)
+            except StateError:  # the current stream is being captured: another call will do
+                self.late_ends.append(late)
+                return
+            self.end_or_put_off(slot, fence)
+
+    def _let_go(self) -> None:
+        """*token* End what a call holds, and the requests whose end it put off. Lock held."""
+        self.holds.clear()
+        for slot in self.slots.ending:
+            self.end(slot, None)
+        self.catch_up(working=True)
 
     def fence_behind(self, slot: int) -> Fence:
         """A fence behind all that is queued on the current stream, and behind the slot's earlier fence."""
@@ -174,22 +241,38 @@ class CacheState:
         return driver.record_fence()
 
     @contextmanager
-    def work(self, purpose: str, *, paused: bool = False) -> Iterator[None]:
-        """Hold the work token for a foreground call, unless the cache was closed before it came free.
+    def work(self, purpose: str, *reqids: int, paused: bool = False) -> Iterator[None]:
+        """Hold the work token for a foreground call, and the slots of its requests with it.
 
-        With `paused` also while the cache is paused.
+        Whoever wants to use or to end one of these requests meanwhile waits, or puts it off until the token is given
+        back. More slots can be held by `holds.add`. With `paused` also while the cache is paused.
 
         Raises
         ------
         StateError
-            See `Gate.work`; or the cache is closed, or paused.
+            A request is not active, or is another one when the token comes free; the cache is closed, or paused by
+            then. See also `Gate.work`. Nothing was changed.
         """
+        with self.gate.lock:
+            self._require_open(paused=paused)
+            tickets = self.slots.tickets(reqids)
         with self.gate.work(purpose):
-            if self.closed:
-                raise StateError("the cache was closed by another thread")
-            if not paused:
-                self.require_running()
-            yield
+            try:
+                with self.gate.lock:
+                    self._let_go()  # of what a call held that was interrupted
+                    self._require_open(paused=paused)
+                    self.slots.require_same(tickets)
+                    self.holds.add(reqids)
+                yield
+            finally:
+                with self.gate.lock:
+                    self._let_go()
+
+    def _require_open(self, *, paused: bool) -> None:
+        if self.closed:
+            raise StateError("the cache was closed by another thread")
+        if not paused:
+            self.require_running()
 
     def require_running(self) -> None:
         """Raise `StateError` while the cache is paused."""
@@ -216,11 +299,11 @@ class CacheState:
         margin_pages = sum(max(0, self.backing.mapped(slot) - self.keep_pages(slot)) for slot in active)
         saved_bytes = shared.saved_pages(active) * page_bytes
         mapped_bytes = self.backing.held_pages * page_bytes
-        # What active slots share is full of tokens: it counts once in what they hold and in what they use.
         active_bytes = active_pages * plane_page_bytes - saved_bytes
-        # What is in host memory, or on its way there, has no pages here.
-        tokens = sum(self.lengths.touched[slot] for slot in active if self.backing.mapped(slot))
-        used_bytes = tokens * self.layout.token_bytes - saved_bytes
+        # What is in host memory, or on its way there, has no pages here. Rows that several requests share count once.
+        backed = filter(self.backing.mapped, active)
+        rows = {slot: self.lengths.touched[slot] * self.layout.row_bytes for slot in backed}
+        used_bytes = (sum(rows.values()) - shared.common_bytes(rows, page_bytes)) * planes
         return CacheStats(
             page_bytes=page_bytes,
             memory_limit_bytes=self.pool.memory_limit,
@@ -236,8 +319,8 @@ class CacheState:
             eager_bytes=sum(self.eager.values()) * plane_page_bytes,
             shared_bytes=self.pool.references.shared_pages * page_bytes,
             saved_bytes=saved_bytes,
-            active_slots=len(active),
-            idle_slots=len(self.slots.idle),
+            active_slots=len(active) - len(self.slots.ending),
+            idle_slots=len(self.slots.idle) + len(self.slots.ending),
             swapped_bytes=self.host.used_bytes,
             host_bytes=self.host.created_bytes,
             copy_bytes_per_s=self.meter.bytes_per_s,
@@ -270,7 +353,9 @@ class CacheState:
                     )
                 if self.lengths.shared[slot] < self.layout.rows_within(self.backing.shared.end_page(slot)):
                     raise StateError(f"slot {slot}: rows in shared pages are not known as such")
-                if self.backing.shared.end_page(slot) > self.keep_pages(slot):
+                if self.backing.shared.end_page(slot) > self.keep_pages(slot) and slot not in self.surplus:
                     raise StateError(f"slot {slot} shares pages beyond its {touched} tokens")
-            elif backed or self.lengths.touched[slot]:
+            elif backed or self.lengths.knows(slot):
                 raise StateError(f"slot {slot} is idle but has lengths")
+            elif slot in self.wanted or slot in self.surplus:
+                raise StateError(f"slot {slot} is idle, but pages of its last request are asked for or given up")

@@ -1,7 +1,8 @@
 """`Stepper`: what `SlicedKVCache.step` does. Quick when nothing grows, exact about failure when something does.
 
 A step that finds everything mapped costs one vector comparison under the lock. A step that does not takes the gate's
-work token, looks again (the mapper may have been at it), and maps the rest on the calling thread: that is a stall.
+work token, looks again (the mapper may have been at it), and maps the rest on the calling thread: that is a stall. So
+does a step of a request that another thread's call is at: it comes after that call, whatever it asks for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .mapper import Mapper
 from .state import CacheState
 from .stats import StepRecord
 from .writing import CopyOnWrite
+from .zeroing import Zeroer
 
 __all__ = ["Stepper"]
 
@@ -32,32 +34,58 @@ class Stepper:
     mapper : Mapper
         Woken when a slot nears the end of what is mapped.
     copy_on_write : CopyOnWrite
+    zeroer : Zeroer, optional
+        With `zero_on_reuse`: a request has no token before the pages of its tokens were zeroed.
     """
 
-    def __init__(self, state: CacheState, mapper: Mapper, copy_on_write: CopyOnWrite) -> None:
+    def __init__(
+        self, state: CacheState, mapper: Mapper, copy_on_write: CopyOnWrite, zeroer: Zeroer | None = None
+    ) -> None:
         self._state = state
         self._mapper = mapper
         self._copy_on_write = copy_on_write
+        self._zeroer = zeroer
         self._mutex = state.gate.mutex
 
     def step(self, lens: torch.Tensor) -> bool:
         """Map what is missing for `lens` (``[B]`` int64); see `SlicedKVCache.step`."""
         started = time.perf_counter()
-        lengths, counters = self._state.lengths, self._state.counters
+        state = self._state
         with self._mutex:
-            self._state.require_running()
-            counters.steps += 1
-            self._state.pace.step_at(started)
-            if lengths.is_quiet(lens):
-                lengths.advance(lens)
-                counters.last_step = _QUIET
+            state.require_running()
+            state.counters.steps += 1
+            state.pace.step_at(started)
+            quiet, held = state.lengths.is_quiet(lens), self._is_held(lens)
+            if held or (self._zeroer is not None and self._zeroer.is_needed(lens)):
+                state.lengths.check_range(lens)
+            elif quiet:
+                self._advance(lens)
+                state.counters.last_step = _QUIET
                 return True
-            late = () if lengths.is_backed(lens) else self.growths(lens)
-            if not late and not self._copy_on_write.swaps(lens, count_idle=True):
-                self._settle(lens, _QUIET, due=True)
-                return True
-            self._note_late(late)
-        return self._step_with_growth(lens, started)
+            else:
+                late = () if state.lengths.is_backed(lens) else self.growths(lens)
+                if not late and not self._copy_on_write.swaps(lens, count_idle=True):
+                    self._settle(lens, _QUIET, due=True)
+                    return True
+                self._note_late(late)
+        return self._step_with_token(lens, started, stalled=held or not quiet)
+
+    def _is_held(self, lens: torch.Tensor) -> bool:
+        """True when another thread's call is at one of the requests. Lock held."""
+        slots = self._state.holds.slots
+        return bool(slots) and any(lens[slot] > 0 for slot in slots)
+
+    def _advance(self, lens: torch.Tensor) -> None:
+        """Note the lengths of a step that is True. Lock held.
+
+        Copies may still read rows that may be written from now on, and on another stream: the current one waits there.
+        """
+        state = self._state
+        if state.slots.reads:
+            for slot in [slot for slot in state.slots.reads if lens[slot] > 0]:
+                state.pool.driver.order_after(state.slots.reads[slot])
+                del state.slots.reads[slot]
+        state.lengths.advance(lens)
 
     def growths(self, lens: torch.Tensor) -> tuple[Growth, ...]:
         """What is missing for `lens`, after refusing what can never be. Lock held.
@@ -97,48 +125,40 @@ class Stepper:
 
     def _settle(self, lens: torch.Tensor, record: StepRecord, *, due: bool = False) -> None:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
-        self._state.lengths.advance(lens)
+        self._advance(lens)
         self._state.counters.last_step = record
         self._state.unscheduled = True
         self._mapper.wake(due=due)
 
-    def _step_with_growth(self, lens: torch.Tensor, started: float) -> bool:
-        """Map what is missing, and copy what is shared, on the calling thread; count it as a stall."""
+    def _step_with_token(self, lens: torch.Tensor, started: float, *, stalled: bool) -> bool:
+        """Map what is missing, copy and zero what must be, on the calling thread; zeroing alone is no stall."""
         state = self._state
-        with state.work("step"):
+        with state.work("step", *lens.nonzero().flatten().tolist()):
             with state.gate.lock:
                 growths = self.growths(lens)
-                state.claims = self._claims(lens)
-                state.lengths.ended.clear()
+                state.holds.claims.update(self._claims(lens))
             begun = time.perf_counter()
             try:
-                swaps = self._copy_on_write.make_way(lens, growths)
-                if growths or swaps:
-                    grow_now(state, growths, swaps=swaps)
-                self._copy_on_write.copy(swaps)
+                copies = self._copy_on_write.make_way(lens, growths)
+                if growths or copies.swaps:
+                    grow_now(state, growths, swaps=copies.swaps)
+                self._copy_on_write.copy(copies)
                 ok = True
             except OutOfPagesError:
                 ok = False
-            finally:
-                state.claims = {}
             finished = time.perf_counter()
+            if ok and self._zeroer is not None:
+                self._zeroer.zero(lens)
             with state.gate.lock:
-                pages = new_pages(state, growths, swaps) if ok else 0
-                record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6)
-                state.counters.stalls += 1
+                pages = new_pages(state, growths, copies.swaps) if ok else 0
+                record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6 * stalled)
+                state.counters.stalls += stalled
                 state.counters.stall_us += record.stall_us
                 state.counters.critical_map_us += (finished - begun) * 1e6
                 state.counters.last_step = record
                 if ok:
-                    self._settle(self._without_ended(lens), record)
+                    self._settle(lens, record)
         return ok
-
-    def _without_ended(self, lens: torch.Tensor) -> torch.Tensor:
-        """Lengths without those of requests that ended meanwhile: their slots are idle, or a new one's. Lock held."""
-        if ended := self._state.lengths.ended:
-            lens = lens.clone()
-            lens[list(ended)] = 0
-        return lens
 
     def _note_late(self, growths: tuple[Growth, ...]) -> None:
         """Widen lookahead when a request that was decoding had to wait for a page. Lock held."""

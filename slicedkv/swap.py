@@ -8,7 +8,8 @@ them, and the request shares none. See `SlicedKVCache.swap_out` and `swap_in` fo
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from .backing import Growth
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
@@ -38,8 +39,35 @@ class SwapHandle:
         self._last_len = last_len
         self._span = span
         self._host = host
-        self._give_back = weakref.finalize(self, host.give_back, span)
+        self._used = self._unwanted = False
+        self._arm()
+
+    def _arm(self) -> None:
+        self._give_back = weakref.finalize(self, self._host.give_back, self._span)
         self._give_back.atexit = False
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the rows, whoever releases the handle meanwhile: that takes effect at the end. *token*
+
+        Raises
+        ------
+        StateError
+            They were given back already.
+        """
+        self._used = True
+        try:
+            if self._give_back.detach() is None:  # one step for all threads: either this or `release` finds the rows
+                self._used = False
+                raise StateError(f"{self!r} was swapped in or released already; it holds no rows")
+            try:
+                yield
+            finally:
+                self._arm()
+                if self._unwanted:
+                    self._give_back()
+        finally:
+            self._used = False
 
     def __repr__(self) -> str:
         return f"SwapHandle(seq_len={self.seq_len}, {self.num_bytes} bytes{', released' if self.released else ''})"
@@ -52,10 +80,14 @@ class SwapHandle:
     @property
     def released(self) -> bool:
         """True when it was swapped in or released: it holds nothing any more."""
-        return not self._give_back.alive
+        return not (self._used or self._give_back.alive)
 
     def release(self) -> None:
-        """Give the host memory back without bringing the request in. Never waits; the second call does nothing."""
+        """Give the host memory back without bringing the request in. Never waits; the second call does nothing.
+
+        Beside a `swap_in` of another thread it takes effect if that does not bring the request in.
+        """
+        self._unwanted = True
         self._give_back()
 
 
@@ -77,31 +109,20 @@ class Swapper:
     def swap_out(self, slot: int) -> SwapHandle:
         """Copy an active slot's rows out and make it idle; see `SlicedKVCache.swap_out`."""
         state = self._state
-        with state.work("swap_out"):
+        with state.work("swap_out", slot):
             with state.gate.lock:
-                state.slots.require_active(slot)
-                state.slots.set_leaving(slot, True)  # who frees it now, and gets it anew, must not lose it to us
+                state.holds.leaving.add(slot)
                 seq_len, last_len = state.lengths.touched[slot], state.lengths.last(slot)
+            (span,) = state.host.take([self._mover.num_bytes(seq_len)])
+            handle = SwapHandle(seq_len, last_len, span, state.host)
             try:
-                return self._copy_and_end(slot, seq_len, last_len)
+                fence = self._mover.copy_out([(slot, span, seq_len)])
             except BaseException:
-                with state.gate.lock:
-                    state.slots.set_leaving(slot, False)
+                handle.release()
                 raise
-
-    def _copy_and_end(self, slot: int, seq_len: int, last_len: int) -> SwapHandle:
-        """Queue the copy of a leaving slot's rows and make it idle behind that."""
-        state = self._state
-        (span,) = state.host.take([self._mover.num_bytes(seq_len)])
-        handle = SwapHandle(seq_len, last_len, span, state.host)
-        try:
-            fence = self._mover.copy_out([(slot, span, seq_len)])
-        except BaseException:
-            handle.release()
-            raise
-        self._requests.leave(slot, fence)
-        with state.gate.lock:
-            state.counters.swaps_out += 1
+            with state.gate.lock:
+                state.end(slot, fence)
+                state.counters.swaps_out += 1
         return handle
 
     def swap_in(self, handle: SwapHandle) -> int | None:
@@ -109,12 +130,12 @@ class Swapper:
         if not isinstance(handle, SwapHandle) or handle._host is not self._state.host:
             raise ConfigError(f"handle is {handle!r}; it must be what swap_out of the same cache returned")
         state = self._state
-        with state.work("swap_in"):
-            if handle.released:
-                raise StateError(f"{handle!r} was swapped in or released already; it holds no rows")
+        with state.work("swap_in"), handle._in_use():
             pages = state.layout.pages_for(handle.seq_len)
             free_before = state.pool.free_pages
             slot = self._requests.begin(handle.seq_len, told=False)
+            with state.gate.lock:
+                state.holds.add((slot,))
             before = state.backing.mapped(slot)
             try:
                 self._grow(slot, pages - before)
@@ -137,16 +158,15 @@ class Swapper:
         if missing <= 0:
             return
         with state.gate.lock:
-            state.claims = {slot: state.backing.mapped(slot) + missing}
-        try:
-            grow_now(state, (Growth(slot, missing),))
-        finally:
-            state.claims = {}
+            state.holds.claims[slot] = state.backing.mapped(slot) + missing
+        grow_now(state, (Growth(slot, missing),))
 
     def _take_back(self, slot: int, pages: int, free_before: int) -> None:
         """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""
         state = self._state
         self._requests.undo_begin(slot)
+        with state.gate.lock:
+            state.holds.claims.pop(slot, None)
         if state.backing.mapped(slot) <= pages:
             return
         with suppress(DriverError, StateError):

@@ -104,6 +104,8 @@ def freeable_pages(state: CacheState, active: Set[int]) -> int:
 def candidates(state: CacheState) -> Candidates:
     """What one cache may take: of its own, then of the others on its pool."""
     others = state.pool.shares.others(state)
+    for member in (state, *others):
+        member.catch_up()
     return [(state, victims(state)), *((other, takeable(other)) for other in others)]
 
 
@@ -134,7 +136,7 @@ def has_room(state: CacheState, pages: int) -> bool:
 
     Never while the cache is paused.
     """
-    if state.paused or not state.slots.idle:
+    if state.paused or not (state.slots.idle or state.slots.ending):
         return False
     asked = sum(max(0, wanted - state.backing.mapped(slot)) for slot, wanted in state.wanted.items())
     needed = (pages + asked) * state.layout.num_planes

@@ -8,8 +8,9 @@ keeps, then one to its new length. The length that `share_prefix` or `fork` gave
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,14 @@ from .growth import new_pages
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state import CacheState
 
-__all__ = ["CopyOnWrite"]
+__all__ = ["Copies", "CopyOnWrite"]
+
+
+class Copies(NamedTuple):
+    """What is replaced by pages of a slot's own, and of each handle of the first plane the slot to copy from."""
+
+    swaps: list[Swap]
+    sources: dict[int, int]
 
 
 class CopyOnWrite:
@@ -50,8 +58,8 @@ class CopyOnWrite:
         shared, ignored = state.backing.shared, state.slots.lost if count_idle else state.slots.lost | state.slots.idle
         return shared.swaps(writes, shared.mappings(ignored))
 
-    def make_way(self, lens: torch.Tensor, growths: Sequence[Growth]) -> list[Swap]:
-        """*token* Return what a step must replace, when nothing on the device uses it any more.
+    def make_way(self, lens: torch.Tensor, growths: Sequence[Growth]) -> Copies:
+        """*token* Return what a step must replace, when nothing on the device uses it any more, and hold its sources.
 
         Waits, for a bounded time, for the work queued on the current stream and for that of freed requests, whose slots
         let go of what they share: the last sharer need not copy.
@@ -66,8 +74,10 @@ class CopyOnWrite:
         state = self._state
         with state.gate.lock:
             if not self.swaps(lens, count_idle=True):
-                return []
+                return Copies([], {})
             swaps = self.swaps(lens, count_idle=False)
+            sources = state.backing.shared.sources(swaps, state.slots.active)
+            state.holds.add(sources.values())
             idle = list(filter(state.backing.shared.has, state.slots.idle))
         require_room(state, new_pages(state, growths, swaps))
         if swaps:
@@ -76,19 +86,18 @@ class CopyOnWrite:
             wait_for_slot(state, swap.cut.slot)
         for slot in idle:
             reclaim_slot(state, slot, wait=True)
-        return swaps
+        return Copies(swaps, sources)
 
-    def copy(self, swaps: Sequence[Swap]) -> None:
-        """*token* Queue copies of what was replaced, from another slot that still has it mapped."""
+    def copy(self, copies: Copies) -> None:
+        """*token* Queue copies of what was replaced, from the slots that still have it mapped and are held."""
+        swaps, state = copies.swaps, self._state
         if not swaps:
             return
-        state = self._state
         with state.gate.lock:
-            holders = state.backing.shared.holders(swaps, state.slots.lost)
             for slot in {swap.cut.slot for swap in swaps}:
                 state.note_shared(slot)
         try:
-            self._copy(swaps, holders)
+            self._copy(copies)
         except BaseException as error:
             slots = tuple(sorted({swap.cut.slot for swap in swaps}))
             with state.gate.lock:
@@ -99,12 +108,11 @@ class CopyOnWrite:
             message = f"reqids {list(slots)} have pages of their own, but not what they held ({error})"
             raise LostSlotsError(f"{message}; out of use until the cache is closed", slots) from error
 
-    def _copy(self, swaps: Sequence[Swap], holders: Mapping[int, int]) -> None:
-        """*token* Queue the copies; `holders` has a source for every handle that was replaced."""
+    def _copy(self, copies: Copies) -> None:
         page_bytes = self._state.layout.page_bytes
-        for cut, _ in swaps:
+        for cut, _ in copies.swaps:
             page = cut.first_page
-            sources = [holders[handle] for handle in cut.segments.handles[:: cut.segments.planes]]
+            sources = [copies.sources[handle] for handle in cut.segments.handles[:: cut.segments.planes]]
             for source, group in groupby(zip(sources, cut.segments.sizes, strict=True), lambda pair: pair[0]):
                 end = page + sum(size for _, size in group)
                 self._copier.copy(source, cut.slot, page * page_bytes, end * page_bytes)

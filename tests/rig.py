@@ -114,7 +114,7 @@ def mapped(cache: SlicedKVCache, reqid: int) -> int:
 
 def settle(cache: SlicedKVCache) -> None:
     """Wait until the mapper has nothing more to do."""
-    wait_until(lambda: not cache._mapper._news and cache.pool.gate._claim is None)
+    wait_until(lambda: not cache._state.news and cache.pool.gate.claim is None)
 
 
 def used_bytes(cache: SlicedKVCache) -> int:

@@ -124,10 +124,12 @@ def test_signals_at_any_moment() -> None:
                 pass
             signal.setitimer(signal.ITIMER_REAL, 0)
             gate, tries = caches[-1].pool.gate, 0
-            while gate._claim is not None or gate.mutex.locked():  # the mapper's thread may have them for a moment
+            # The mapper's thread may have them for a moment.
+            while gate.claim is not None or gate.is_inside() or not gate.mutex.acquire(blocking=False):
                 time.sleep(0.01)
                 tries += 1
                 assert tries < 500
+            gate.mutex.release()
         with SlicedKVCache(**{options!r}) as cache:
             assert cache.step({{cache.alloc_reqid(): 400}})
             cache.check_integrity()

@@ -188,8 +188,19 @@ def test_import_needs_no_triton():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def docstring_lines(node: ast.AST) -> int:
+    """Lines of a module's, class's or function's own docstring."""
+    if not isinstance(node, (ast.Module, ast.ClassDef, *Function.__args__)) or not ast.get_docstring(node):
+        return 0
+    return (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+
+
 def test_files_are_short():
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    """Counted without docstrings, whose length is no fault."""
+    lengths = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) - sum(map(docstring_lines, ast.walk(tree_of(name))))
+        for name, path in MODULES.items()
+    }
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
 
 
@@ -198,9 +209,7 @@ def test_functions_are_short():
     long = {}
     for name in MODULES:
         for path, node in functions(tree_of(name)):
-            lines = (node.end_lineno or 0) - node.body[0].lineno + 1
-            if ast.get_docstring(node):
-                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            lines = (node.end_lineno or 0) - node.body[0].lineno + 1 - docstring_lines(node)
             if lines > MAX_FUNCTION_LINES:
                 long[f"{name}.{path}"] = lines
     assert not long

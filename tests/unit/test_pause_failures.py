@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -91,14 +92,23 @@ def test_nobody_comes_or_goes_once_it_began(rig: Rig) -> None:
         for call in (cache.alloc_reqid, lambda: cache.step({reqid: 101})):
             with pytest.raises(StateError, match="paused"):
                 call()
+        thread = threading.Thread(target=free)
+        thread.start()
+        thread.join(5)
+        refused.append(op)
+
+    def free() -> None:
         with pytest.raises(StateError, match=r"free_reqid: waited .* for pause"):  # it waits for the end of the pause
             cache.free_reqid(reqid)
-        refused.append(op)
+        late.append(reqid)
+
+    late: list[int] = []
 
     rig.driver.on_call = lambda op, args: interfere(op, args) if op in {"pin", "copy", "unmap", "release"} else None
     cache.pause(offload=True)
     rig.driver.on_call = None
     assert set(refused) == {"pin", "copy", "unmap", "release"}
+    assert len(late) == len(refused)
     cache.resume()
     assert cache.step({reqid: 101})
     cache.close()

@@ -103,7 +103,7 @@ def test_no_polling_when_memory_is_low_and_only_the_next_slot_is_idle(monkeypatc
         monkeypatch.setattr(cache._mapper._planner, "next", lambda: planned.append(time.monotonic()) or plan())
         cache.prefetch(busy, 0)
         wait_until(lambda: planned)
-        wait_until(lambda: not cache._mapper._news and rig.pool.gate._claim is None)
+        wait_until(lambda: not cache._state.news and rig.pool.gate.claim is None)
         assert cache.pool.available_pages < 9
         planned.clear()
         time.sleep(0.3)

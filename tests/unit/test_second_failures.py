@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rig import QUIET, SMALL, Rig, assert_stamped, mapped, stamp
+from rig import QUIET, SMALL, Rig, assert_stamped, mapped, stamp, wait_until
 
 from slicedkv import DriverError, PagePool, SlicedKVCache, StateError, lifecycle
 from slicedkv.errors import LostSlotsError
@@ -134,18 +134,24 @@ def test_a_request_that_ends_while_a_step_grows_leaves_no_length(again: bool) ->
         assert cache.step({one: 10, other: 10})
         ended: list[int] = []
 
+        def free() -> None:
+            cache.free_reqid(other)
+            ended.append(cache.alloc_reqid() if again else other)
+
+        thread = threading.Thread(target=free)
+
         def end(op: str, _: tuple[Any, ...]) -> None:
-            if op == "map" and not ended:
-                ended.append(other)
-                thread = threading.Thread(target=lambda: (cache.free_reqid(other), again and cache.alloc_reqid()))
+            if op == "map" and not thread.ident:
                 thread.start()
-                thread.join(5)
+                wait_until(lambda: rig.pool.gate._foreground_waiting)  # to map for the next one
 
         rig.driver.on_call = end
         assert cache.step({one: 100, other: 11})
         rig.driver.on_call = None
+        thread.join(5)
         cache.check_integrity()
-        newcomer = other if again else cache.alloc_reqid()
+        newcomer = ended[0] if again else cache.alloc_reqid()
+        assert (newcomer == other) is not again, "its pages were in use"
         assert cache.share_prefix(one, newcomer, 20), "it has had no step"
         cache.close()
 

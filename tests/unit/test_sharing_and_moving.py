@@ -101,13 +101,23 @@ def test_a_sharer_may_end_while_another_is_on_its_way_out(
 
     def end_first(copies: Any) -> Any:
         cache.free_reqid(source)
-        with pytest.raises(StateError, match="another thread is swapping it out"):
-            cache.free_reqid(child)
+        late.start()
         return copy_batch(copies)
+
+    refused: list[str] = []
+
+    def free_late() -> None:
+        with pytest.raises(StateError, match=f"reqid {child} is not active"):
+            cache.free_reqid(child)
+        refused.append("it left")
+
+    late = threading.Thread(target=free_late)
 
     with monkeypatch.context() as patched:
         patched.setattr(driver, "copy_batch", end_first)
         handle = cache.swap_out(child)
+    late.join(5)
+    assert refused == ["it left"]
     cache.trim()
     assert cache.stats().mapped_bytes == 0
     back = cache.swap_in(handle)

@@ -98,7 +98,7 @@ def test_zeroing_does_not_let_go_of_earlier_work_in_the_slot() -> None:
 def test_a_request_that_comes_while_its_slot_is_zeroed_for_the_last_one_sees_nothing_old() -> None:
     """The slot changes hands between the zeroing of a page mapped ahead and the note of it."""
     options = {"page_bytes": 4096, "max_seq_len": 4096, "lookahead_tokens": 0, "zero_on_reuse": True}
-    with SlicedKVCache(**(SMALL | options)) as cache:
+    with SlicedKVCache(**(SMALL | options | {"max_batch_size": 1})) as cache:
         reqid = cache.alloc_reqid()
         assert cache.step({reqid: 64})
         cache.k(0)[reqid, :64] = 42.0
@@ -114,14 +114,15 @@ def test_a_request_that_comes_while_its_slot_is_zeroed_for_the_last_one_sees_not
 
         def zero_late(*arguments: int) -> None:
             zero(*arguments)
-            if not new:
-                thread = threading.Thread(target=hand_over)
+            if not thread.ident:
                 thread.start()
-                thread.join(5)
+                thread.join(0.1)
 
+        thread = threading.Thread(target=hand_over)
         copier.zero = zero_late
         assert cache.step({reqid: 64})
         copier.zero = zero
+        thread.join(5)
         assert new == [reqid]
         assert cache.step({reqid: 64})
         assert not bool(cache.k(0)[reqid, :64].any())
