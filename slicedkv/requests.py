@@ -139,7 +139,8 @@ class Requests:
             if state.gate.is_working():
                 state.end_later(slot)
                 return
-        with state.work("free_reqid", slot, paused=True), state.gate.lock:
+        with state.work("free_reqid", slot, paused=True) as tickets, state.gate.lock:
+            state.slots.require_same(tickets)
             self._end(slot)
 
     def _end(self, slot: int) -> None:
@@ -156,7 +157,8 @@ class Requests:
             if slot not in state.holds.slots:
                 self._truncate(slot, seq_len)
                 return
-        with state.work("truncate", slot), state.gate.lock:
+        with state.work("truncate", slot) as tickets, state.gate.lock:
+            state.slots.require_same(tickets)
             self._truncate(slot, seq_len)
 
     def _truncate(self, slot: int, seq_len: int) -> None:

@@ -148,8 +148,9 @@ class Sharer:
         state = self._state
         if src == dst:
             raise ConfigError(f"src and dst are both reqid {src}; share with another request")
-        with state.work("share_prefix", src, dst):
+        with state.work("share_prefix", src, dst) as tickets:
             with state.gate.lock:
+                state.hold(tickets)
                 self._check(src, dst, num_tokens)
             try:
                 self._share(src, [dst], num_tokens)
@@ -161,8 +162,9 @@ class Sharer:
     def fork(self, src: int, count: int) -> list[int]:
         """See `PrefixSharing.fork`."""
         state = self._state
-        with state.work("fork", src):
+        with state.work("fork", src) as tickets:
             with state.gate.lock:
+                state.hold(tickets)
                 num_tokens = state.lengths.last(src)
                 slots = self._requests.begin_empty(count)
                 state.holds.add(slots)

@@ -7,7 +7,7 @@ see. Everything is read and changed with the gate's lock held unless a docstring
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -241,17 +241,16 @@ class CacheState:
         return driver.record_fence()
 
     @contextmanager
-    def work(self, purpose: str, *reqids: int, paused: bool = False) -> Iterator[None]:
-        """Hold the work token for a foreground call, and the slots of its requests with it.
+    def work(self, purpose: str, *reqids: int, paused: bool = False) -> Iterator[Mapping[int, int]]:
+        """Hold the work token for a foreground call, and give up at its end what it holds.
 
-        Whoever wants to use or to end one of these requests meanwhile waits, or puts it off until the token is given
-        back. More slots can be held by `holds.add`. With `paused` also while the cache is paused.
+        Yields tickets of its requests. Whatever the call decides about these, it decides where it holds them, see
+        `hold`: before, the lock was free. With `paused` also while the cache is paused.
 
         Raises
         ------
         StateError
-            A request is not active, or is another one when the token comes free; the cache is closed, or paused by
-            then. See also `Gate.work`. Nothing was changed.
+            A request is not active; the cache is closed, or paused. See also `Gate.work`. Nothing was changed.
         """
         with self.gate.lock:
             self._require_open(paused=paused)
@@ -261,12 +260,24 @@ class CacheState:
                 with self.gate.lock:
                     self._let_go()  # of what a call held that was interrupted
                     self._require_open(paused=paused)
-                    self.slots.require_same(tickets)
-                    self.holds.add(reqids)
-                yield
+                yield tickets
             finally:
                 with self.gate.lock:
                     self._let_go()
+
+    def hold(self, tickets: Mapping[int, int]) -> None:
+        """*token* Keep the slots of these requests from all others until the call is over. Lock held.
+
+        Whoever wants to use or to end one of them waits, or puts it off until the token is given back. More slots can
+        be held by `holds.add`.
+
+        Raises
+        ------
+        StateError
+            A request ended since its ticket was taken.
+        """
+        self.slots.require_same(tickets)
+        self.holds.add(tickets)
 
     def _require_open(self, *, paused: bool) -> None:
         if self.closed:

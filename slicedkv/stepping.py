@@ -133,8 +133,9 @@ class Stepper:
     def _step_with_token(self, lens: torch.Tensor, started: float, *, stalled: bool) -> bool:
         """Map what is missing, copy and zero what must be, on the calling thread; zeroing alone is no stall."""
         state = self._state
-        with state.work("step", *lens.nonzero().flatten().tolist()):
+        with state.work("step", *lens.nonzero().flatten().tolist()) as tickets:
             with state.gate.lock:
+                state.hold(tickets)
                 growths = self.growths(lens)
                 state.holds.claims.update(self._claims(lens))
             begun = time.perf_counter()

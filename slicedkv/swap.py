@@ -109,8 +109,9 @@ class Swapper:
     def swap_out(self, slot: int) -> SwapHandle:
         """Copy an active slot's rows out and make it idle; see `SlicedKVCache.swap_out`."""
         state = self._state
-        with state.work("swap_out", slot):
+        with state.work("swap_out", slot) as tickets:
             with state.gate.lock:
+                state.hold(tickets)
                 state.holds.leaving.add(slot)
                 seq_len, last_len = state.lengths.touched[slot], state.lengths.last(slot)
             (span,) = state.host.take([self._mover.num_bytes(seq_len)])

@@ -40,12 +40,13 @@ class Zeroer:
         return bool(self._dirty(lens))
 
     def zero(self, lens: torch.Tensor) -> None:
-        """*token* Queue zeroing of all dirty pages of the requests in a step, which are held, on the current stream.
+        """*token* Queue zeroing of all dirty pages of the requests in a step, which it holds, on the current stream.
 
         Not of others, whose steps may be on other streams.
         """
         with self._state.gate.lock:
             dirty = self._dirty(lens)
+            self._state.holds.add(slot for slot, _, _ in dirty)
         for slot, first, end in dirty:
             self._zero(slot, first, end)
 
@@ -58,10 +59,10 @@ class Zeroer:
             Lengths of the step.
         """
         with self._state.gate.lock:
-            slots = [slot for slot, _, _ in self._dirty(lens)]
-        if slots:
-            with self._state.work("zero_on_reuse", *slots):
-                self.zero(lens)
+            if not self._dirty(lens):
+                return
+        with self._state.work("zero_on_reuse"):
+            self.zero(lens)
 
     def clean(self, slot: int) -> None:
         """*token* Queue zeroing of one slot's dirty pages on the current stream; it is held."""

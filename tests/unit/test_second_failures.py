@@ -151,7 +151,6 @@ def test_a_request_that_ends_while_a_step_grows_leaves_no_length(again: bool) ->
         thread.join(5)
         cache.check_integrity()
         newcomer = ended[0] if again else cache.alloc_reqid()
-        assert (newcomer == other) is not again, "its pages were in use"
         assert cache.share_prefix(one, newcomer, 20), "it has had no step"
         cache.close()
 
