@@ -41,7 +41,7 @@ class Facade(Closeable):
         """
         self._look()
         with self._state.gate.lock:
-            return self._state.slots.has_request(self._check_reqid(reqid))
+            return self._state.has_request(self._check_reqid(reqid))
 
     def seq_len(self, reqid: int) -> int:
         """Tokens of a request: the length that its last `step`, `share_prefix`, `fork` or `truncate` gave it.

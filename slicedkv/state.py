@@ -203,10 +203,14 @@ class CacheState:
         Without the lock, or with it: that of the call below.
         """
         self.slots.require_active(slot)
-        generation = self.slots.generation(slot)
-        if any(late.slot == slot and late.generation == generation for late in list(self.late_ends)):
+        if not self.has_request(slot):
             raise StateError(f"reqid {slot} is not active; it was freed already")
-        self.late_ends.append(LateEnd(slot, generation, self.fence_behind(slot)))
+        self.late_ends.append(LateEnd(slot, self.slots.generation(slot), self.fence_behind(slot)))
+
+    def has_request(self, slot: int) -> bool:
+        """True when a request has the slot and nobody asked for its end."""
+        late = ((end.slot, end.generation) for end in list(self.late_ends))
+        return self.slots.has_request(slot) and (slot, self.slots.generation(slot)) not in late
 
     def catch_up(self, *, working: bool = False) -> None:
         """End what was to be ended late. Lock held, and with `working` the work token, without which a pause holds."""
@@ -364,7 +368,8 @@ class CacheState:
                     )
                 if self.lengths.shared[slot] < self.layout.rows_within(self.backing.shared.end_page(slot)):
                     raise StateError(f"slot {slot}: rows in shared pages are not known as such")
-                if self.backing.shared.end_page(slot) > self.keep_pages(slot) and slot not in self.surplus:
+                kept = mapped - self.spare_pages(slot)  # whole handles, whose ends a request that was cut short has too
+                if self.backing.shared.end_page(slot) > kept and slot not in self.surplus:
                     raise StateError(f"slot {slot} shares pages beyond its {touched} tokens")
             elif backed or self.lengths.knows(slot):
                 raise StateError(f"slot {slot} is idle but has lengths")

@@ -73,7 +73,8 @@ class TracedGate(Gate):
 class World:
     """A cache with a prefix shared by three, two that share and are rewound, one alone, an empty one, one swapped out.
 
-    `lone`, `source`, ... are reqids; `defined` says how many of a request's first tokens were written.
+    An idle slot is full of the rows of a former request. `defined` says how many of a request's first tokens were
+    written, `most` how many ever.
     """
 
     def __init__(self, limit_pages: int = MOST_PAGES, **options: Any) -> None:
@@ -84,6 +85,7 @@ class World:
         self.lock: TracedLock = self.pool.gate.mutex  # type: ignore[assignment]
         self.names: dict[str, tuple[int, int]] = {}
         self.defined: dict[str, int] = {}
+        self.most: dict[str, int] = {}
         self.turn = threading.RLock()
         """Held by who writes rows, and by the second thread: what nobody may do to a request under its own writes."""
         self.begin("swapped", 70)
@@ -98,6 +100,8 @@ class World:
         assert self.cache.step({self["sharer"]: 1, self["rewound"]: 1})
         self.cache.trim()
         mapped_pages = self.pool.references.mapped_pages
+        self.begin("old", 300)
+        self.cache.free_reqid(self["old"])
         self.cache.set_memory_limit(min(MOST_PAGES, mapped_pages + limit_pages) * PAGE)
 
     def __getitem__(self, name: str) -> int:
@@ -105,7 +109,7 @@ class World:
 
     def name(self, name: str, reqid: int, defined: int) -> None:
         self.names[name] = (reqid, self.cache._state.slots.generation(reqid))
-        self.defined[name] = defined
+        self.defined[name] = self.most[name] = defined
 
     def begin(self, name: str, seq_len: int) -> None:
         """A new request with rows of its own."""
@@ -123,6 +127,7 @@ class World:
             self.cache.k(layer)[self[name], start:end] = rows
             self.cache.v(layer)[self[name], start:end] = -rows
         self.defined[name] = max(self.defined[name], end)
+        self.most[name] = max(self.most[name], end)
 
     def lives(self, name: str) -> bool:
         reqid, generation = self.names[name]
@@ -132,6 +137,8 @@ class World:
         """Length of a request, and its rows as far as they were written."""
         reqid = self[name]
         seq_len = self.cache.seq_len(reqid)
+        if self.cache._state.config.zero_on_reuse:
+            assert not self.cache.k(1)[reqid, self.most[name] : seq_len].any(), f"{name} sees rows of another request"
         end = min(seq_len, self.defined[name])
         keys, values = self.cache.k(0)[reqid, :end, 0, 0], -self.cache.v(1)[reqid, :end, 0, 0]
         return seq_len, [runs(keys.tolist()), runs(values.tolist())]

@@ -50,7 +50,7 @@ def share(source: str, target: str, num_tokens: int) -> Call:
     def call(world: World) -> object:
         ok = world.cache.share_prefix(world[source], world[target], num_tokens)
         if ok:
-            world.defined[target] = num_tokens
+            world.defined[target] = world.most[target] = num_tokens
         return ok
 
     return [call]
@@ -124,7 +124,7 @@ def pause(offload: bool) -> Call:
 
 
 SHORT = {"limit_pages": 6}
-ZEROING = {"zero_on_reuse": True}
+ZEROING = {"zero_on_reuse": True, "limit_pages": 24}
 LOOK, ANOTHER, SWAP_IN, RELEASE = [look], [another], [swap_in], [release]
 LOOKERS: list[Call] = [LOOK, [check], ANOTHER]
 
