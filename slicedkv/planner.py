@@ -152,8 +152,9 @@ class Planner:
         state = self.state
         for slot in list(state.surplus):
             seq_len = state.lengths.touched[slot]
-            ahead = min(seq_len + state.lengths.distance, state.layout.max_seq_len) if seq_len else 0
-            keep = state.layout.pages_for(ahead)
+            keep = state.layout.pages_for(seq_len)
+            if keep and state.backing.shared.end_page(slot) <= keep:  # shared pages are no use to write into
+                keep = state.layout.pages_for(min(seq_len + state.lengths.distance, state.layout.max_seq_len))
             if not state.spare_pages(slot, claim=keep):
                 state.surplus.discard(slot)
             elif state.is_over(slot):

@@ -8,7 +8,7 @@ keeps, then one to its new length. The length that `share_prefix` or `fork` gave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class CopyOnWrite:
                 return Copies([], {})
             swaps = self.swaps(lens, count_idle=False)
             sources = state.backing.shared.sources(swaps, state.slots.active)
-            state.holds.add(sources.values())
+            self._hold(swaps, sources)
             idle = list(filter(state.backing.shared.has, state.slots.idle))
         require_room(state, new_pages(state, growths, swaps))
         if swaps:
@@ -87,6 +87,15 @@ class CopyOnWrite:
         for slot in idle:
             reclaim_slot(state, slot, wait=True)
         return Copies(swaps, sources)
+
+    def _hold(self, swaps: Sequence[Swap], sources: Mapping[int, int]) -> None:
+        """*token* Keep the slots that are copied from, and what is copied also where it is margin there. Lock held."""
+        holds = self._state.holds
+        holds.add(sources.values())
+        for cut, _ in swaps:
+            for handle in cut.segments.handles[:: cut.segments.planes]:
+                source = sources[handle]
+                holds.claims[source] = max(holds.claims.get(source, 0), cut.end_page)
 
     def copy(self, copies: Copies) -> None:
         """*token* Queue copies of what was replaced, from the slots that still have it mapped and are held."""

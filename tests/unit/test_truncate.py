@@ -120,6 +120,26 @@ def test_a_step_before_the_pages_are_gone_never_writes_what_others_share(rig: Ri
     cache.close()
 
 
+def test_what_others_copy_from_stays_until_it_is_copied(make_cache: MakeCache) -> None:
+    """A step takes margin back where memory is short, but not the pages that it copies."""
+    options = {"max_seq_len": 4000, "extent_pages": 1, "lookahead_tokens": 0, "reclaim_watermark": 0.0}
+    cache = make_cache(mapper="sync", **options)
+    source, old = cache.alloc_reqid(), cache.alloc_reqid()
+    assert cache.step({source: 3000, old: 3000})
+    stamp(cache, source, 0, 3000, seed=1)
+    (child,) = cache.fork(source)
+    cache.free_reqid(old)
+    assert cache.step({child: 1})
+    cache.set_memory_limit(cache.stats().mapped_bytes)
+    with cache._gate.work("keeping the pages mapped"):
+        cache._requests.truncate(source, 5)
+    assert mapped(cache, source) == cache.layout.pages_for(3000)
+    assert cache.step({child: 3000})
+    assert_stamped(cache, source, 5, seed=1)
+    assert_stamped(cache, child, 3000, seed=1)
+    assert cache.stats().pages_copied > 0
+
+
 def test_what_was_asked_for_ahead_is_forgotten(rig: Rig) -> None:
     cache = rig.open(**QUIET)
     reqid = cache.alloc_reqid(2000)
