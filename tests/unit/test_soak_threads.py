@@ -1,8 +1,8 @@
 """Four threads on one set of requests, for a few seconds: rows are those of their request, and all is given back.
 
 Each row is stamped with the request that wrote it, which of the requests of all time it is, and the position. A thread
-steps, writes and reads a request while it has that request to itself; it shares, forks, frees and moves requests of all
-others at any moment, as clients that abort do.
+has a request to itself while it steps, writes, reads, shares or moves it; but others end it in the middle of any of
+these calls, as clients that abort do, and what they do to its sharers and to the next request in its slot goes on.
 """
 
 from __future__ import annotations
@@ -28,15 +28,48 @@ SHAPE |= {"max_batch_size": SLOTS, "max_seq_len": TOKENS, "page_bytes": PAGE, "e
 class Request:
     """A request, what its rows hold as far as they were written, and who has it to himself."""
 
-    def __init__(self, number: int, reqid: int, rows: torch.Tensor | None = None) -> None:
+    def __init__(self, number: int, reqid: int, rows: torch.Tensor) -> None:
         self.number = number
         self.reqid = reqid
-        self.rows = torch.empty(0, dtype=torch.float64) if rows is None else rows
-        self.lock = threading.Lock()
+        self.rows = rows
+        self.mine = threading.Lock()
         self.over = False
+        self.calling = False
+        self._gap = threading.Lock()
 
     def stamps(self, start: int, end: int) -> torch.Tensor:
         return torch.arange(start, end, dtype=torch.float64) + self.number * 1000.0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the cache on this request, in which others may end it. `Over` afterwards, if somebody did."""
+        with self._gap:
+            self.calling = True
+        try:
+            yield
+        finally:
+            with self._gap:
+                self.calling = False
+        if self.over:
+            raise Over
+
+    def end(self, cache: SlicedKVCache) -> bool:
+        """End it, unless somebody writes or reads its rows right now."""
+        with self._gap:
+            free = self.mine.acquire(blocking=False)
+            try:
+                if self.over or not (free or self.calling):
+                    return False
+                self.over = True
+                cache.free_reqid(self.reqid)
+            finally:
+                if free:
+                    self.mine.release()
+        return True
+
+
+class Over(Exception):
+    """The request was ended by another thread."""
 
 
 class Life:
@@ -45,6 +78,8 @@ class Life:
     def __init__(self, cache: SlicedKVCache) -> None:
         self.cache = cache
         self.requests: list[Request] = []
+        self.known: list[Request] = []
+        self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
         self._numbers = iter(range(1, 10**6))
         self._end = time.monotonic() + SECONDS
@@ -57,55 +92,79 @@ class Life:
             call = draw.choice(calls)
             try:
                 done = call(draw)
-            except CapacityError:
+            except (CapacityError, Over):
                 continue
             except StateError as error:
-                if not any(reason in str(error) for reason in ("is not active", "share at most those")):
+                if not any(
+                    reason in str(error)
+                    for reason in ("is not active", "tokens already", "at most those", "makes a request longer")
+                ):
                     raise
                 continue
             self.counts[call.__name__] = self.counts.get(call.__name__, 0) + bool(done)
 
     @contextmanager
-    def mine(self, draw: random.Random) -> Iterator[Request | None]:
-        """Some request that nobody else writes or reads now, or None."""
+    def mine(self, draw: random.Random) -> Iterator[Request]:
+        """Some request that nobody else uses now; `Over` if there is none."""
         known = list(self.requests)
         found = draw.choice(known) if known else None
-        if found is None or not found.lock.acquire(blocking=False):
-            yield None
-            return
+        if found is None or not found.mine.acquire(blocking=False):
+            raise Over
         try:
-            yield None if found.over else found
+            if found.over:
+                raise Over
+            yield found
         finally:
-            found.lock.release()
+            found.mine.release()
 
-    def add(self, reqid: int, rows: torch.Tensor | None = None) -> bool:
-        self.requests.append(Request(next(self._numbers), reqid, rows))
+    def add(self, reqid: int, rows: torch.Tensor) -> bool:
+        """A new request, unless a call meant for the last one in its slot came so late that it met this one."""
+        slots = self.cache._state.slots
+        generation = slots.generation(reqid)
+        self.wait_for_late_calls(reqid)
+        if not self.cache.is_active(reqid) or slots.generation(reqid) != generation:
+            return False
+        if self.cache.seq_len(reqid) != len(rows):
+            self.cache.free_reqid(reqid)
+            return False
+        request = Request(next(self._numbers), reqid, rows.clone())
+        with self._lock:
+            self.known.append(request)
+        self.requests.append(request)
         return True
 
+    def wait_for_late_calls(self, reqid: int) -> None:
+        with self._lock:
+            self.known = [request for request in self.known if request.calling or not request.over]
+            late = [request for request in self.known if request.reqid == reqid]
+        while any(request.calling for request in late):
+            time.sleep(0.0001)
+
     def begin(self, draw: random.Random) -> bool:
-        return self.add(self.cache.alloc_reqid(draw.choice((0, 50, 200))))
+        return self.add(self.cache.alloc_reqid(draw.choice((0, 50, 200))), torch.empty(0, dtype=torch.float64))
+
+    def step(self, request: Request, length: int) -> bool:
+        with request.call():
+            return self.cache.step({request.reqid: length})
 
     def write(self, draw: random.Random) -> bool:
         """Append, or go back and write again."""
         with self.mine(draw) as request:
-            if request is None:
-                return False
             kept = len(request.rows) if draw.random() < 0.6 else draw.randint(0, len(request.rows))
             length = min(TOKENS, kept + draw.randint(1, 80))
-            if kept < len(request.rows) and not (kept and self.cache.step({request.reqid: kept})):
+            if kept < len(request.rows) and not (kept and self.step(request, kept)):
                 return False
-            if length == kept or not self.cache.step({request.reqid: length}):
+            request.rows = request.rows[:kept]
+            if length == kept or not self.step(request, length):
                 return False
             stamps = request.stamps(kept, length)
             self.cache.k(0)[request.reqid, kept:length] = stamps.view(-1, 1, 1)
             self.cache.v(0)[request.reqid, kept:length] = -stamps.view(-1, 1, 1)
-            request.rows = torch.cat((request.rows[:kept], stamps))
+            request.rows = torch.cat((request.rows, stamps))
         return True
 
     def read(self, draw: random.Random) -> bool:
         with self.mine(draw) as request:
-            if request is None:
-                return False
             self.check(request)
         return True
 
@@ -116,79 +175,73 @@ class Life:
             assert torch.equal(found, expected), f"request {request.number} in slot {request.reqid} has others' rows"
 
     def fork(self, draw: random.Random) -> bool:
-        """What of the parent the child has is known afterwards only if nobody wrote it meanwhile."""
+        """The child is there also when its parent ended in the middle."""
         with self.mine(draw) as request:
-            if request is None:
-                return False
-            rows = request.rows
-            if len(rows) != self.cache.seq_len(request.reqid):
-                return False
-            request.lock.release()  # others may end the parent, or write it, beside the call
+            rows, children = request.rows, []
             try:
-                (child,) = self.cache.fork(request.reqid)
+                with request.call():
+                    children = self.cache.fork(request.reqid)
             finally:
-                request.lock.acquire()
-            return self.adopt(child, rows, request)
+                for child in children:
+                    self.add(child, rows)
+        return True
 
     def share(self, draw: random.Random) -> bool:
-        known = list(self.requests)
-        parent = draw.choice(known) if known else None
-        if parent is None or not len(parent.rows):
-            return False
-        rows, count = parent.rows, draw.randint(1, len(parent.rows))
-        child = self.cache.alloc_reqid(draw.choice((0, 100)))
-        try:
-            ok = child != parent.reqid and self.cache.share_prefix(parent.reqid, child, count)
-        except StateError:  # the parent ended or was cut
-            ok = False
-        if not ok:
-            self.cache.free_reqid(child)
-            return False
-        return self.adopt(child, rows[:count], parent)
-
-    def adopt(self, child: int, rows: torch.Tensor, parent: Request) -> bool:
-        """A child's rows are those of its parent at some moment of the call; which, the rows say themselves."""
-        seq_len = self.cache.seq_len(child)
-        found = self.cache.k(0)[child, :seq_len, 0, 0].clone()
-        same = len(rows) == seq_len and torch.equal(found, rows)
-        if (
-            not same
-        ):  # the parent wrote meanwhile, or its slot has another request: every row is in its place all the same
-            places = found % 1000
-            assert torch.equal(places, torch.arange(seq_len, dtype=torch.float64)) or not found.any()
-        return self.add(child, found)
+        with self.mine(draw) as request:
+            if not len(request.rows):
+                return False
+            rows = request.rows[: draw.randint(1, len(request.rows))]
+            slots, ok = self.cache._state.slots, False
+            child = self.cache.alloc_reqid(draw.choice((0, 100)))
+            generation = slots.generation(child)
+            if child != request.reqid:
+                self.wait_for_late_calls(child)
+            if not self.cache.is_active(child) or slots.generation(child) != generation:
+                return False
+            try:
+                with request.call():
+                    ok = child != request.reqid and self.cache.share_prefix(request.reqid, child, len(rows))
+            finally:
+                if ok:
+                    self.add(child, rows)
+                elif self.cache.is_active(child):
+                    self.cache.free_reqid(child)
+        return True
 
     def end(self, draw: random.Random) -> bool:
         """Beside whatever others do with the request, but for its own writes."""
-        if len(self.requests) < SLOTS - 2 and draw.random() < 0.7:
+        known = list(self.requests)
+        if not known or (len(known) < SLOTS - 2 and draw.random() < 0.7):
             return False
-        with self.mine(draw) as request:
-            if request is None:
-                return False
-            request.over = True
-            self.requests.remove(request)
-        self.cache.free_reqid(request.reqid)
-        return True
+        request = draw.choice(known)
+        try:
+            return request.end(self.cache)
+        finally:
+            if request.over and request in self.requests:
+                self.requests.remove(request)
 
     def move(self, draw: random.Random) -> bool:
+        """Out, and perhaps in again; whoever wants to end it meanwhile comes too late."""
         with self.mine(draw) as request:
-            if request is None or len(request.rows) != self.cache.seq_len(request.reqid):
+            try:
+                with request.call():
+                    handle = self.cache.swap_out(request.reqid)
+            finally:
+                over, request.over = request.over, True
+            if not over:
+                self.requests.remove(request)
+            request.rows = request.rows[: handle.seq_len]
+            back = self.cache.swap_in(handle) if draw.random() < 0.8 else None
+            if back is None:
+                handle.release()
                 return False
-            handle = self.cache.swap_out(request.reqid)
-            self.requests.remove(request)
-            request.over = True
-        back = self.cache.swap_in(handle) if draw.random() < 0.8 else None
-        if back is None:
-            handle.release()
-            return False
-        return self.add(back, request.rows[: handle.seq_len])
+            return self.add(back, request.rows)
 
     def cut(self, draw: random.Random) -> bool:
         with self.mine(draw) as request:
-            if request is None:
-                return False
             length = draw.randint(0, min(len(request.rows), self.cache.seq_len(request.reqid)))
-            self.cache.truncate(request.reqid, length)
+            with request.call():
+                self.cache.truncate(request.reqid, length)
             request.rows = request.rows[:length]
         return True
 
