@@ -6,7 +6,9 @@ other files there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from .base import MemoryInfo
 
@@ -20,6 +22,19 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 DEFAULT_MAX_MAP_COUNT = 65530
 """The kernel's own default, see Documentation/admin-guide/sysctl/vm.rst; used where the file cannot be read."""
+
+
+class _Names(NamedTuple):
+    """What a version of cgroups calls its files, and the line of memory.stat with the file cache of all below."""
+
+    limit: str
+    used: str
+    droppable: str
+
+
+_NO_LIMIT = 2**62  # version 1 writes the most that its counter holds, a little below 2**63
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def area_limit() -> int:
@@ -39,32 +54,51 @@ def memory_info() -> MemoryInfo:
     """Memory that can be committed without swapping, and all there is, under the cgroup's limit where there is one."""
     fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    for directory in _cgroup_directories():
-        limit, used = _cgroup_memory(directory)
+    for directory, names in _cgroups():
+        limit, used = _cgroup_memory(directory, names)
         total = min(total, limit)
         free = min(free, max(0, limit - used))
     return MemoryInfo(free, total)
 
 
-def _cgroup_directories() -> list[Path]:
-    """This process's cgroup (version 2) and all above it: the tightest limit counts."""
+def _cgroups() -> Iterator[tuple[Path, _Names]]:
+    """This process's cgroups that may limit memory, and all above them: the tightest limit counts.
+
+    The kernel's lists begin with version 1 where both are mounted; memory is limited by one of them.
+    """
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    directory = CGROUP_ROOT / own.lstrip("/")
-    return [directory, *(above for above in directory.parents if above.is_relative_to(CGROUP_ROOT))]
+        return
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            hybrid = CGROUP_ROOT / "unified"
+            yield from ((level, _VERSION_2) for level in _levels(hybrid if hybrid.is_dir() else CGROUP_ROOT, path))
+        elif "memory" in controllers.split(","):
+            yield from ((level, _VERSION_1) for level in _levels(CGROUP_ROOT / "memory", path))
 
 
-def _cgroup_memory(directory: Path) -> tuple[int, int]:
+def _levels(mount: Path, path: str) -> list[Path]:
+    """The folder of a cgroup and all above it.
+
+    A container may see its own cgroup as the mount, and in `path` the names it has on the host: what is not there is
+    left out from the front.
+    """
+    names = [name for name in path.split("/") if name not in {"", ".."}]
+    tails = (mount.joinpath(*names[skip:]) for skip in range(len(names) + 1))
+    own = next(filter(Path.is_dir, tails), mount)
+    return [own, *(above for above in own.parents if above.is_relative_to(mount))]
+
+
+def _cgroup_memory(directory: Path, names: _Names) -> tuple[int, int]:
     """Limit and use of one cgroup in bytes; file cache that the kernel would drop first does not count as used."""
     try:
-        limit = int((directory / "memory.max").read_text())
-        used = int((directory / "memory.current").read_text())
+        limit = int((directory / names.limit).read_text())
+        if limit >= _NO_LIMIT:  # before the rest is read, which is slow near the root
+            return _NO_LIMIT, 0
+        used = int((directory / names.used).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no cgroup, or "max": no limit
-        return 2**63, 0
-    return limit, used - int(stat.get("inactive_file", 0))
+        return _NO_LIMIT, 0
+    return limit, used - int(stat.get(names.droppable, 0))
