@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, DriverError
 from . import native, procfs
+from .areas import AREA_HINT, AreaBudget, new_areas
 from .base import Copy, Fence, MemoryInfo
 from .intervals import Intervals
 from .ledger import Mappings
@@ -42,8 +43,9 @@ _MEMORY_STRIDE = 64 * 2**20  # bytes created between two looks at the free memor
 class HostDriver(StrictDriver):
     """Virtual memory on the host.
 
-    All verbs are thread-safe, and all are done when they return: fences are done at once. In a forked child every
-    verb but `close` raises `StateError`, because the memory file is shared with the parent.
+    All verbs are thread-safe, and all are done when they return: fences are done at once. Memory belongs to the process
+    that opened the driver. In a child of `os.fork` every verb but `close` raises `StateError`, and touching an address
+    faults.
 
     Parameters
     ----------
@@ -70,8 +72,9 @@ class HostDriver(StrictDriver):
         self._file = os.memfd_create("slicedkv")
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._free_offsets = Intervals([(granularity, _FILE_END)])  # a handle is its offset, and never 0
-        self._areas = _AreaBudget()
+        self._areas = AreaBudget()
         self._unchecked_bytes = 0
+        _opened.add(self)
 
     def used_bytes(self) -> int:
         """Bytes of physical memory behind all handles, as the OS counts them."""
@@ -131,7 +134,7 @@ class HostDriver(StrictDriver):
         return codes.count(0), next(filter(None, codes), 0), "release"
 
     def _map(self, mappings: Mappings) -> Outcome:
-        self._areas.spend(_new_areas(mappings))
+        self._areas.spend(new_areas(mappings))
         if self._native is not None:
             return _outcome(self._native.host_map(self._file, *mappings))
         for done, (address, offset, size) in enumerate(zip(*mappings, strict=True)):
@@ -153,10 +156,17 @@ class HostDriver(StrictDriver):
         return len(addresses), 0, ""
 
     def _error(self, op: str, code: int) -> DriverError:
-        hint = _AREA_HINT if code == errno.ENOMEM and op in {"map", "unmap"} else ""
+        hint = AREA_HINT if code == errno.ENOMEM and op in {"map", "unmap"} else ""
         return DriverError(op, code, errno.errorcode.get(code, "unknown"), hint)
 
     def _close(self) -> None:
+        self._close_file()
+
+    def _disown(self) -> None:
+        """In a forked child: lay inaccessible addresses over the parent's, so that nothing else comes to lie there."""
+        for reservation in self._ledger.reservations():
+            if _cover(*reservation):
+                _libc().munmap(*reservation)  # not even that is left; what is not there faults, too
         self._close_file()
 
     def _check_memory(self, num_bytes: int) -> None:
@@ -199,52 +209,21 @@ class HostDriver(StrictDriver):
         return float(fence.seconds)
 
 
+_opened: weakref.WeakSet[HostDriver] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for driver in list(_opened):
+        driver._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)  # advice to the kernel would be needed again for every page mapped
+
+
 class _Done(NamedTuple):
     """A fence; nothing is left to wait for."""
 
     seconds: float = 0.0
-
-
-_AREA_HINT = "the process has too many mapped areas: use larger page_bytes, or raise the sysctl vm.max_map_count"
-
-
-class _AreaBudget:
-    """Keeps the process below `vm.max_map_count`, where not even unmapping would work any more.
-
-    Areas merge in ways that are costly to predict, so every call is charged for the most it could add, and the areas
-    are counted anew only when that budget is used up. Unmapping is never refused: the headroom is for it, and for
-    everybody else in the process.
-    """
-
-    HEADROOM_SHARE = 16  # one area in 16 stays unused, 4,095 at the kernel's default
-
-    def __init__(self) -> None:
-        self._left = 0
-
-    def spend(self, areas: int) -> None:
-        """Charge for mapping; raise `DriverError` when there is no room."""
-        if areas > self._left:
-            limit = procfs.area_limit()
-            self._left = limit - limit // self.HEADROOM_SHARE - procfs.count_areas()
-        if areas > self._left:
-            raise DriverError("map", errno.ENOMEM, "ENOMEM", _AREA_HINT)
-        self._left -= areas
-
-    def note(self, areas: int) -> None:
-        """Charge for unmapping."""
-        self._left -= areas
-
-
-def _new_areas(mappings: Mappings) -> int:
-    """The most areas that mapping these adds: none for a neighbour of the last one in address and file, else 1 or 2."""
-    areas, next_address, next_offset = 0, -1, -1
-    for address, offset, size in zip(*mappings, strict=True):
-        if address != next_address:
-            areas += 2
-        elif offset != next_offset:
-            areas += 1
-        next_address, next_offset = address + size, offset + size
-    return areas
 
 
 def _outcome(answer: Any) -> Outcome:

@@ -83,7 +83,11 @@ class Ledger:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all reservations."""
-        return sum(reserved.num_bytes for reserved in list(self._reserved.values()))
+        return sum(num_bytes for _, num_bytes in self.reservations())
+
+    def reservations(self) -> list[tuple[int, int]]:
+        """Address and bytes of each reservation."""
+        return [(address, reserved.num_bytes) for address, reserved in list(self._reserved.items())]
 
     @property
     def mapped_count(self) -> int:

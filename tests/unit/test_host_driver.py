@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import faulthandler
+import functools
 import gc
+import mmap
 import os
 import signal
 import warnings
@@ -14,10 +16,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from memory_probe import is_readable
 
 from slicedkv.errors import ConfigError, DriverError, StateError
 from slicedkv.tensors import tensor_at
-from slicedkv.vmm import MappedRange, MemoryInfo, Run, native, open_driver, procfs
+from slicedkv.vmm import MappedRange, MemoryInfo, Run, host, native, open_driver, procfs
 from slicedkv.vmm.host import HostDriver
 
 PAGE = 64 << 10
@@ -51,9 +54,9 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def read(address: int, num_bytes: int) -> None:
-    faulthandler.disable()  # a fault is what the test wants; no trace of it
-    ctypes.string_at(address, num_bytes)
+def mmap_at(wish: int, num_bytes: int) -> int | None:
+    """Where the kernel puts anonymous memory that it is asked to put at `wish`."""
+    return host._mmap(wish, num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANON, -1, 0)
 
 
 def scatter(base: int, handles: list[int]) -> list[Run]:
@@ -156,11 +159,54 @@ def test_reading_past_mapped_pages_faults(driver: HostDriver) -> None:
     base = driver.reserve(4 * PAGE)
     handles = driver.create_batch(PAGE, 2)
     driver.map_run(base, handles, PAGE)
-    assert in_child(lambda: read(base, 2 * PAGE)) == 0
-    assert in_child(lambda: read(base, 2 * PAGE + 1)) == -signal.SIGSEGV
+    assert is_readable(base, 2 * PAGE)
+    assert not is_readable(base, 2 * PAGE + 1)
     driver.unmap_run(base, PAGE)
-    assert in_child(lambda: read(base, 1)) == -signal.SIGSEGV
-    assert in_child(lambda: read(base + PAGE, PAGE)) == 0
+    assert not is_readable(base, 1)
+    assert is_readable(base + PAGE, PAGE)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_rows_fault_in_a_forked_child(driver: HostDriver, write: bool) -> None:
+    """Also in pages mapped, exchanged and unmapped since the addresses were reserved, and in a grandchild."""
+    base = driver.reserve(4 * PAGE)
+    first, second = driver.create_batch(PAGE, 2)
+    driver.map_run(base, (first, second), PAGE)
+    driver.unmap_run(base, PAGE)
+    driver.map_run(base, (second,), PAGE)
+    rows = tensor_at(base, 2 * PAGE, "cpu", driver)
+    rows.fill_(5)
+
+    def touch(page: int) -> None:
+        faulthandler.disable()  # a fault is what the test wants; no trace of it
+        ctypes.memset(base + page * PAGE, 9, 1) if write else ctypes.string_at(base + page * PAGE, 1)
+
+    for page in range(4):
+        assert in_child(functools.partial(touch, page)) == -signal.SIGSEGV
+    assert in_child(lambda: os._exit(in_child(functools.partial(touch, 0)) != -signal.SIGSEGV)) == 0
+    assert rows.unique().tolist() == [5]
+    driver.unmap_run(base, 2 * PAGE)
+
+
+def test_nothing_else_comes_to_lie_at_a_parents_addresses(driver: HostDriver) -> None:
+    """A view that the child still has would show it."""
+    base = driver.reserve(PAGES * PAGE)
+    driver.map_run(base, driver.create_batch(PAGE, PAGES), PAGE)
+
+    def child() -> None:
+        assert mmap_at(base, PAGE) != base  # where it would be, were the addresses free
+
+    assert in_child(child) == 0
+    driver.unmap_run(base, PAGES * PAGE)
+
+
+def test_a_forked_child_keeps_no_memory_of_its_parent(driver: HostDriver) -> None:
+    def child() -> None:
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        assert not [link for link in links if link.is_symlink() and "memfd:slicedkv" in os.readlink(link)]
+        driver.close()
+
+    assert in_child(child) == 0
 
 
 def test_a_forked_child_is_refused_and_disturbs_nobody(driver: HostDriver) -> None:

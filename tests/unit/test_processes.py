@@ -141,3 +141,33 @@ def test_a_forked_child_gets_an_error_and_its_parent_goes_on(mapper: str, end: s
     else:
         script = FORK
     assert run(script, mapper, end) == (0, "0 0\n", "")
+
+
+OWN = """
+atexit.unregister(report)
+torch.set_num_threads(1)
+
+def serve(cache, value):
+    assert cache.step({reqid: 500 for reqid in [cache.alloc_reqid(500) for _ in range(4)]})
+    for layer in range(2):
+        cache.k(layer)[:, :500], cache.v(layer)[:, :500] = value, -value
+    return bool((cache.k(1)[:, :500] == value).all() and (cache.v(1)[:, :500] == -value).all())
+
+assert serve(cache, 3)
+child = os.fork()
+if child == 0:
+    options = dict(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float16, max_batch_size=4)
+    with SlicedKVCache(**options, max_seq_len=PAGES * 128, device="cpu", page_bytes=PAGE, mapper=sys.argv[1]) as own:
+        assert serve(own, 8)
+        own.check_integrity()
+else:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, bool((cache.k(1)[:, :500] == 3).all() and (cache.v(0)[:, :500] == -3).all()))
+    cache.check_integrity()
+    cache.close()
+"""
+
+
+@pytest.mark.parametrize("mapper", ["background", "sync"])
+def test_a_forked_child_opens_a_cache_of_its_own(mapper: str) -> None:
+    assert run(OWN, mapper) == (0, "0 True\n", "")
