@@ -246,6 +246,9 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             A length is out of range, or given for a reqid that is not active; nothing was changed.
         DriverError
             The driver failed for another reason than memory; no request lost anything.
+        LostSlotsError
+            The driver failed again in undoing that. The requests in its `slots` have ended, and their slots are out of
+            use until the cache is closed; no other request lost anything.
         """
         self._enter()
         lens = parse_seq_lens(seq_lens, self._num_slots)

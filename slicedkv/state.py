@@ -336,6 +336,7 @@ class CacheState:
             saved_bytes=saved_bytes,
             active_slots=len(active) - len(self.slots.ending),
             idle_slots=len(self.slots.idle) + len(self.slots.ending),
+            lost_slots=len(self.slots.lost),
             swapped_bytes=self.host.used_bytes,
             host_bytes=self.host.created_bytes,
             copy_bytes_per_s=self.meter.bytes_per_s,

@@ -86,6 +86,8 @@ class CacheStats:
     saved_bytes : int
         What active requests would hold more if each had its own copy of what it shares.
     active_slots, idle_slots : int
+    lost_slots : int
+        Out of use until the cache is closed, see `LostSlotsError`.
     swapped_bytes, host_bytes : int
         Host memory of swapped-out rows; host memory taken for them, used or not.
     copy_bytes_per_s : float
@@ -129,6 +131,7 @@ class CacheStats:
     saved_bytes: int
     active_slots: int
     idle_slots: int
+    lost_slots: int
     swapped_bytes: int
     host_bytes: int
     copy_bytes_per_s: float
