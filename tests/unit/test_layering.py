@@ -176,7 +176,7 @@ def test_import_is_light():
     """Beyond torch, which itself takes along what it finds."""
     code = (
         "import json, sys, torch; known = set(sys.modules); "
-        "import slicedkv; print(json.dumps([*set(sys.modules) - known]))"
+        "from slicedkv import *; print(json.dumps([*set(sys.modules) - known]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = {name.split(".")[0] for name in json.loads(done.stdout)}
@@ -184,7 +184,7 @@ def test_import_is_light():
 
 
 def test_import_needs_no_triton():
-    code = "import sys; sys.modules['triton'] = None; import slicedkv, slicedkv.attention"
+    code = "import sys; sys.modules['triton'] = None; import slicedkv.attention; from slicedkv import *"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
