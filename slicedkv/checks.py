@@ -20,14 +20,19 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """
     try:
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter for tensors that have no number, such as meta ones
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or _is_bool(value):
         raise ConfigError(f"{name} is {value!r}; it must be an integer")
     if number < low or (high is not None and number > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{name} is {number}; it must be {span}")
     return number
+
+
+def _is_bool(value: Any) -> bool:
+    """True for bools, also in an array or tensor of one item, which count as numbers elsewhere."""
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def check_fraction(name: str, value: Any) -> float:

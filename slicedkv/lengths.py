@@ -42,6 +42,9 @@ def parse_seq_lens(seq_lens: SeqLens, num_slots: int) -> torch.Tensor:
         vector = _from_sequence(seq_lens)
     if not vector.is_cpu:
         raise ConfigError(f"seq_lens is on {vector.device}; pass it on the CPU, reading it would wait for the GPU")
+    if vector.layout is not torch.strided or vector.is_nested:
+        kind = "nested" if vector.is_nested else f"of layout {vector.layout}"
+        raise ConfigError(f"seq_lens is a tensor {kind}; pass an ordinary, dense one")
     if vector.dtype is not torch.int64 and vector.dtype not in _INTEGERS:
         raise ConfigError(f"seq_lens has dtype {vector.dtype}; it must hold integers")
     if vector.shape != (num_slots,):
@@ -71,8 +74,10 @@ def _from_numpy(seq_lens: Any) -> torch.Tensor:
 def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
     """Convert a sequence of ints; through `array`, several times faster than `torch.tensor` on a list."""
     try:
-        if isinstance(seq_lens, (bytes, bytearray)) or bool in set(map(type, seq_lens)):
-            raise TypeError("neither bytes nor bools are lengths")
+        if isinstance(seq_lens, (bytes, bytearray)):
+            raise TypeError("bytes are no lengths")
+        if any(kind is bool or issubclass(kind, torch.Tensor) for kind in set(map(type, seq_lens))):
+            seq_lens = [check_int(f"seq_lens[{slot}]", length, -_MOST, _MOST) for slot, length in enumerate(seq_lens)]
         packed = array("q", seq_lens)
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"seq_lens is {seq_lens!r:.200}; it must be integers or a {{reqid: len}} dict") from error

@@ -25,6 +25,8 @@ FORMS = [
     torch.tensor([3, 0, 7], dtype=torch.uint16),
     torch.tensor([3, 0, 7]),
     torch.tensor([3, 0, 7], dtype=torch.int32),
+    [torch.tensor(3), 0, torch.tensor([7])],
+    {0: torch.tensor(3), 2: np.int32(7)},
 ]
 
 
@@ -47,6 +49,16 @@ BAD = [
     (torch.zeros(3, 1, dtype=torch.int64), r"\(3, 1\)"),
     (torch.tensor([True, False, True]), "bool"),
     (torch.zeros(3, dtype=torch.int64, device="meta"), "meta"),
+    (torch.tensor([3, 0, 7]).to_sparse(), "layout torch.sparse_coo"),
+    (torch.nested.nested_tensor([torch.tensor([3]), torch.tensor([0, 7])], layout=torch.jagged), "nested"),
+    (torch.tensor(3), r"shape \(\)"),
+    (torch.tensor(True), "bool"),
+    (torch.tensor([3.0, 0, 7], requires_grad=True), "float32"),
+    (torch.tensor([3j, 0, 7]), "complex64"),
+    ([torch.tensor(True), 2, 3], r"seq_lens\[0\] is tensor\(True\)"),
+    ([1, torch.tensor(2, device="meta"), 3], r"seq_lens\[1\] is tensor\("),
+    ([1, torch.tensor(2.0, requires_grad=True), 3], r"seq_lens\[1\] is tensor\(2"),
+    ([1, torch.tensor([2, 3]), 3], r"seq_lens\[1\] is tensor\(\[2, 3\]"),
     (np.array([1, 2, 3], dtype=object), "object"),
     (np.array([1.0, 2, 3]), "float64"),
     (np.array([True, False, True]), "bool"),
@@ -59,6 +71,10 @@ BAD = [
     ({0: -2}, r"seq_lens\[0\] is -2"),
     ({0: 1.5}, "1.5"),
     ({"0": 1}, "'0'"),
+    ({0: torch.tensor(True)}, r"seq_lens\[0\] is tensor\(True\)"),
+    ({0: torch.tensor(5, device="meta")}, r"seq_lens\[0\] is tensor\("),
+    ({torch.tensor(True): 5}, r"reqid is tensor\(True\)"),
+    ({0: np.bool_(True)}, r"seq_lens\[0\] is np.True_"),
 ]
 
 
