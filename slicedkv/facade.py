@@ -18,6 +18,7 @@ __all__ = ["Facade"]
 class Facade(Closeable):
     """The parts that every public call uses."""
 
+    _instead = "fork() copies requests, another process opens a cache of its own"
     _state: CacheState
     _mapper: Mapper
 

@@ -30,6 +30,7 @@ from .page_pool import PagePool
 from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
+from .unique import Unique
 from .vmm import open_driver, procfs
 
 __all__ = ["Closeable", "abandon", "open_state", "shut_down"]
@@ -49,7 +50,7 @@ _FORKED = "this cache belongs to the parent process; a forked child must open it
 _opened: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
 
-class Closeable(ABC):
+class Closeable(Unique, ABC):
     """A public object that is closed once, belongs to the process that opened it, and is a context manager."""
 
     def __init__(self) -> None:

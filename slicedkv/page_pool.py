@@ -17,6 +17,7 @@ from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .gate import Gate
 from .pool_shares import Shares
 from .references import Handles, References
+from .unique import Unique
 from .vmm.base import Driver
 
 __all__ = ["HandleOwner", "Handles", "PagePool"]
@@ -29,7 +30,7 @@ class HandleOwner(Protocol):
         """Every handle it has mapped, once per mapping."""
 
 
-class PagePool:
+class PagePool(Unique):
     """Create, keep, count and release handles.
 
     Parameters

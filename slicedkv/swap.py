@@ -19,11 +19,12 @@ from .reclaim import reclaim_slot
 from .requests import Requests
 from .rows import RowMover
 from .state import CacheState
+from .unique import Unique
 
 __all__ = ["SwapHandle", "Swapper"]
 
 
-class SwapHandle:
+class SwapHandle(Unique):
     """A request that was swapped out. Made by `SlicedKVCache.swap_out`.
 
     It holds host memory until it is swapped in, released, dropped, or its cache is closed. Thread-safe.
@@ -33,6 +34,8 @@ class SwapHandle:
     seq_len : int
         Tokens whose K and V it holds.
     """
+
+    _instead = "swap_in() brings its request back, and fork() copies that"
 
     def __init__(self, seq_len: int, last_len: int, span: HostSpan, host: HostPool) -> None:
         self.seq_len = seq_len

@@ -16,6 +16,7 @@ from ..checks import check_int
 from ..config import MemoryLimit
 from ..errors import ConfigError, StateError
 from ..integrations.transformers import attention_scale, decoder_config
+from ..unique import Unique
 from .opening import check_prefix_cache, eos_ids, open_admission, open_cache
 from .preemption import PreemptionKind
 from .record import EngineStep, Event
@@ -29,7 +30,7 @@ __all__ = ["Engine"]
 Prompt = str | Sequence[int]
 
 
-class Engine:
+class Engine(Unique):
     """Serves many requests with one model by continuous batching, K and V in a `SlicedKVCache`.
 
     Parameters

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import DriverError
+from ..unique import Unique
 
 __all__ = ["Copy", "Driver", "Fence", "MappedRange", "MemoryInfo", "Run"]
 
@@ -62,7 +63,7 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-class Driver(ABC):
+class Driver(Unique, ABC):
     """Virtual memory of one device.
 
     The single verbs are abstract; the `*_batch` verbs have a default that loops over them and undoes itself on
@@ -187,10 +188,10 @@ class Driver(ABC):
     def copy_seconds(self, fence: Fence) -> float | None:
         """Seconds that the copies behind a fence of `copy_batch` took, once it is done; None before. Never waits."""
 
-    def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027 (host memory is as good as pinned for a host)
+    def pin(self, address: int, num_bytes: int) -> None:
         """Pin host memory, so that it can be copied from and to without the calling thread. May be slow."""
 
-    def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
+    def unpin(self, address: int, num_bytes: int) -> None:
         """Undo `pin` of the same range; nothing may be copied there any more."""
 
     @abstractmethod
@@ -205,7 +206,7 @@ class Driver(ABC):
         """Ask other users in this process to give cached memory back; True when it is worth trying again."""
         return False
 
-    def bind_thread(self) -> None:  # noqa: B027 (most drivers need nothing)
+    def bind_thread(self) -> None:
         """Prepare the calling thread for long use (device context, capture mode). Idempotent."""
 
     @abstractmethod
