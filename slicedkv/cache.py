@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 
 from .checks import check_int
-from .config import CacheConfig, MapperKind
+from .config import CacheConfig, MapperKind, MemoryLimit
 from .copying import Copier
 from .layout import LayoutKind
 from .lengths import SeqLens, parse_seq_lens
-from .lifecycle import abandon, open_state, shut_down
+from .lifecycle import abandon, limit_bytes, open_state, shut_down
 from .mapper import Mapper
 from .movable import MovableMemory
 from .page_pool import PagePool
@@ -247,8 +247,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         DriverError
             The driver failed for another reason than memory; no request lost anything.
         LostSlotsError
-            The driver failed again in undoing that. The requests in its `slots` have ended, and their slots are out of
-            use until the cache is closed; no other request lost anything.
+            Undoing that failed too: the requests in its `slots` ended, the slots are out of use. Others lost nothing.
         """
         self._enter()
         lens = parse_seq_lens(seq_lens, self._num_slots)
@@ -290,18 +289,19 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         with self._state.work("trim"):
             return trim(self._state) * self.layout.page_bytes
 
-    def set_memory_limit(self, num_bytes: int) -> None:
-        """Change the memory limit, an int, giving memory above it back to the device. Waits as `trim` does. Also while
-        paused.
+    def set_memory_limit(self, memory_limit: MemoryLimit) -> None:
+        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does. Also while paused.
+
+        `memory_limit` is as when opening; a fraction is of what is free on the device now and what the pool holds.
 
         Raises
         ------
         ConfigError, OutOfPagesError
-            The limit is not positive; active requests hold more. The limit stays as it was.
+            It is no limit; active requests hold more. The limit stays as it was.
         """
         self._enter()
         with self._state.work("set_memory_limit", paused=True):
-            set_memory_limit(self._state, check_int("num_bytes", num_bytes, 1))
+            set_memory_limit(self._state, limit_bytes(memory_limit, self.pool.driver, self.pool))
 
     def stats(self) -> CacheStats:
         """Take a snapshot of memory, counters and times."""

@@ -43,7 +43,7 @@ def parse_memory_limit(
     Parameters
     ----------
     limit : int, float, str or None
-        Bytes; a fraction in (0, 1] of `free_bytes`; a size such as ``"40GiB"`` or ``"500 MB"``; or None for
+        An int: bytes. A float: a fraction in (0, 1] of `free_bytes`. A size such as ``"40GiB"`` or ``"500 MB"``. None:
         `default_fraction` of `free_bytes`.
     free_bytes : int
         Physical memory free on the device now.
@@ -59,12 +59,16 @@ def parse_memory_limit(
     fraction = default_fraction if limit is None else limit
     if isinstance(fraction, float):
         if not 0 < fraction <= 1:
-            raise ConfigError(f"{name} is {limit!r}; as a fraction it must be in (0, 1]")
+            raise ConfigError(
+                f"{name} is {limit!r}; with a point it is a fraction of the free memory and must be in (0, 1]; write "
+                "bytes as a whole number, or like '40GiB'"
+            )
         return int(free_bytes * fraction)
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)
-        if match is None or match[2] not in _UNITS or len(limit) > _MOST_CHARACTERS:
-            raise ConfigError(f"{name} is {limit!r:.80}; write it like '40GiB', '500MB' or as a number of bytes")
+        known = match is not None and match[2] in _UNITS and len(limit) <= _MOST_CHARACTERS
+        if match is None or not known or (not match[2] and "." in match[1]):
+            raise ConfigError(f"{name} is {limit!r:.80}; write it like '40GiB', '500MB' or as a whole number of bytes")
         return check_int(name, int(Decimal(match[1]) * _UNITS[match[2]]), 1, _MOST_BYTES)
     return check_int(name, limit, 1, _MOST_BYTES)
 
@@ -84,8 +88,8 @@ class CacheConfig:
     device : torch.device or str, optional
         "cuda", "cuda:<index>" or "cpu" (memfd and mmap); by default CUDA where there is a GPU.
     memory_limit : int, float or str, optional
-        Bytes, "40GiB", or a fraction of the free memory; by default 0.9 of what is free on the GPU, half of what is
-        available on the host.
+        Bytes (an int), "40GiB", or a fraction (a float in (0, 1]) of what is free on the device when the cache opens,
+        host memory that a cgroup denies left out; by default 0.9 of it on a GPU, half of it on the host.
     page_bytes : int, optional
         Bytes of a page, a multiple of the driver's granularity; by default the granularity on CUDA (2 MiB), 2 MiB on
         the host.

@@ -19,7 +19,7 @@ from typing import Self
 import torch
 
 from .backing import Backing
-from .config import CacheConfig, parse_memory_limit
+from .config import CacheConfig, MemoryLimit, parse_memory_limit
 from .copy_meter import CopyMeter
 from .errors import ConfigError, StateError
 from .host_pool import HostPool
@@ -31,9 +31,9 @@ from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
 from .unique import Unique
-from .vmm import open_driver, procfs
+from .vmm import Driver, open_driver, procfs
 
-__all__ = ["Closeable", "abandon", "open_state", "shut_down"]
+__all__ = ["Closeable", "abandon", "limit_bytes", "open_state", "shut_down"]
 
 _HOST_PAGE_BYTES, _EXTENT_PAGES = 2 << 20, 16
 _PACKAGE = __name__.partition(".")[0]
@@ -110,17 +110,26 @@ def open_pool(config: CacheConfig) -> PagePool:
     try:
         page_bytes = config.page_bytes or max(driver.granularity, _HOST_PAGE_BYTES)
         extent_pages = config.extent_pages or _EXTENT_PAGES
-        limit = parse_memory_limit(
-            config.memory_limit,
-            free_bytes=driver.memory_info().free_bytes,
-            default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5),
-        )
+        limit = limit_bytes(config.memory_limit, driver)
         pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=extent_pages)
         pool.shares.own_pool = True
         return pool
     except BaseException:
         driver.close()
         raise
+
+
+def limit_bytes(limit: MemoryLimit, driver: Driver, pool: PagePool | None = None) -> int:
+    """Bytes of a memory limit; a fraction is of what is free on the device, and what the pool holds counts as free.
+
+    Raises
+    ------
+    ConfigError
+        It is not written as one, or not positive.
+    """
+    held_bytes = pool.created_pages * pool.page_bytes if pool else 0
+    free_bytes = driver.memory_info().free_bytes + held_bytes
+    return parse_memory_limit(limit, free_bytes=free_bytes, default_fraction=_DEFAULT_FRACTION.get(driver.name, 0.5))
 
 
 def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:

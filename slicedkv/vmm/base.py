@@ -188,7 +188,7 @@ class Driver(Unique, ABC):
     def copy_seconds(self, fence: Fence) -> float | None:
         """Seconds that the copies behind a fence of `copy_batch` took, once it is done; None before. Never waits."""
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:  # host memory is as good as pinned for a host
         """Pin host memory, so that it can be copied from and to without the calling thread. May be slow."""
 
     def unpin(self, address: int, num_bytes: int) -> None:
@@ -206,7 +206,7 @@ class Driver(Unique, ABC):
         """Ask other users in this process to give cached memory back; True when it is worth trying again."""
         return False
 
-    def bind_thread(self) -> None:
+    def bind_thread(self) -> None:  # most drivers need nothing
         """Prepare the calling thread for long use (device context, capture mode). Idempotent."""
 
     @abstractmethod

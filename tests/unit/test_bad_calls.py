@@ -34,6 +34,9 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("is_active", (-1,), ConfigError, "reqid is -1"),
     ("set_memory_limit", (0,), ConfigError, "0"),
     ("set_memory_limit", (1,), ConfigError, "less than one page"),
+    ("set_memory_limit", (1.5,), ConfigError, r"memory_limit is 1.5; with a point it is a fraction .* in \(0, 1\]"),
+    ("set_memory_limit", ("0.5",), ConfigError, "memory_limit is '0.5'; write it like '40GiB'"),
+    ("set_memory_limit", (True,), ConfigError, "memory_limit is True"),
     ("k", (3,), ConfigError, "layer is 3"),
     ("v", (-1,), ConfigError, "layer is -1"),
 ]

@@ -10,6 +10,7 @@ from memory_probe import is_readable
 from rig import assert_stamped, settle, stamp, used_bytes
 
 from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache
+from slicedkv.vmm import MemoryInfo
 
 KIB, MIB = 1 << 10, 1 << 20
 MakeCache = Callable[..., SlicedKVCache]
@@ -153,6 +154,21 @@ def test_set_memory_limit_down_and_up(make_cache: MakeCache) -> None:
     assert cache.step({reqid: 2000}) is False
     cache.set_memory_limit(24 * 64 * KIB)
     assert cache.step({reqid: 2000})
+
+
+@pytest.mark.parametrize(("limit", "mib"), [(3 * MIB, 3), ("3MiB", 3), (0.25, 25), (1.0, 100), (None, 50)], ids=str)
+@pytest.mark.parametrize("held", [False, True])
+def test_set_memory_limit_takes_what_the_constructor_takes(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, limit: object, mib: int, held: bool
+) -> None:
+    """100 MiB are free for the cache; what it holds of them itself counts as free."""
+    cache = make_cache(memory_limit=8 * MIB, mapper="sync")
+    if held:
+        assert cache.step({cache.alloc_reqid(): 400})
+    free = MemoryInfo(100 * MIB - cache.stats().created_bytes, 200 * MIB)
+    monkeypatch.setattr(cache.pool.driver, "memory_info", lambda: free)
+    cache.set_memory_limit(limit)
+    assert cache.stats().memory_limit_bytes == mib * MIB
 
 
 def test_guard_rows_are_writable(make_cache: MakeCache) -> None:

@@ -28,7 +28,7 @@ BAD = [
     ],
     *[("dtype", value) for value in (torch.int8, "float12", None, 16)],
     *[("device", value) for value in ("tpu:x", "mps", 1.5)],
-    *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", True, [], 1 << 70)],
+    *[("memory_limit", value) for value in (0, -5, 0.0, 1.5, "40 gallons", "GiB", "0.5", "1e9", True, [], 1 << 70)],
     *[("page_bytes", value) for value in (0, -4096, 4096.0, "2MiB", 4097)],
     *[("extent_pages", value) for value in (0, 1.5)],
     *[("layout", value) for value in ("paged", None)],
@@ -82,7 +82,7 @@ def test_unknown_argument_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(None, 500), (0.25, 250), (123, 123), ("1KiB", 1024), ("1.5 KB", 1500), ("2GiB", 2 << 30), ("7", 7)],
+    [(None, 500), (0.25, 250), (123, 123), ("1KiB", 1024), ("1.5 KB", 1500), ("2GiB", 2 << 30), ("7", 7), (1.0, 1000)],
 )
 def test_memory_limit_forms(limit: Any, expected: int) -> None:
     assert parse_memory_limit(limit, free_bytes=1000, default_fraction=0.5) == expected
