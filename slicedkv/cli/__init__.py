@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
+from .. import __version__
 from ..errors import SlicedKVError
 
 __all__ = ["main"]
@@ -39,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser(words).parse_args(words)
-        code: int = options.run(options)
+        with _interrupts_raised():
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except SlicedKVError as error:
@@ -52,11 +57,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """Make Ctrl-C a KeyboardInterrupt, so that what a command opened is closed; unless it is ignored."""
+    former = signal.getsignal(signal.SIGINT)
+    if not callable(former) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all subcommands, with the arguments of the one that `words` begin with."""
     parser = argparse.ArgumentParser(
         prog="slicedkv", description="K and V contiguous in virtual memory, physical pages committed as requests grow."
     )
+    parser.add_argument("--version", action="version", version=f"slicedkv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, summary in _COMMANDS.items():
         found = commands.add_parser(name, help=summary, description=summary)

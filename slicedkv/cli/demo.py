@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from ..attention import open_backend
+from ..cache import SlicedKVCache
 from ..checks import check_int
 from ..errors import ConfigError
 from ..layout import KVLayout, LayoutKind
@@ -20,7 +22,8 @@ from .demo_report import MemoryLog, cache_lines, memory_lines
 from .demo_serve import serve
 from .devices import choose_device
 from .display import open_display
-from .text import format_bytes, parse_bytes
+from .plan import MODELS
+from .text import format_bytes, parse_bytes, parse_limit
 
 if TYPE_CHECKING:
     from ..engine import Engine, Request
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "load_model", "run"]
 
 _MODEL = "SmolLM2-135M-Instruct"
-_MAX_SEQ_LEN = 2048
+_MAX_SEQ_LEN, _NUM_QO_HEADS = 2048, 9
 _LONGEST_TOKENS, _TYPICAL_TOKENS = 704, 256  # of the requests in demo_prompts
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _FAST_DTYPE = {"cpu": "float32"}
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of weights, K and V (default: float32 on a CPU, bfloat16)")
     parser.add_argument("--layout", default="sliced", choices=get_args(LayoutKind), help="(default: %(default)s)")
     parser.add_argument("--page-bytes", help="such as 64KiB (default: 2MiB)")
-    parser.add_argument("--memory-limit", help="such as 64MiB, or a fraction of free memory (default: a tight one)")
+    parser.add_argument("--memory-limit", help="such as 64MiB, bytes, or 0.5 of the free memory (default: a tight one)")
     parser.add_argument("--backend", default="auto", help="attention backend (default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("demo-memory.png"), help="PNG (default: %(default)s)")
 
@@ -55,15 +58,16 @@ def run(options: argparse.Namespace) -> int:
     Raises
     ------
     ConfigError, BackendUnavailableError
-        A value is out of range; the device or a package is missing.
+        A value is out of range; the device or a package is missing. Told before the model is loaded, except for a
+        memory limit that no request fits into.
     """
     for name in ("requests", "max_batch_size", "max_tokens"):
         check_int(name, getattr(options, name), 1)
     check_plot(options.plot)
     device = choose_device(options.device).torch_device
-    engine_options = _engine_options(options)
+    dtype, engine_options = _dtype(options.dtype, device), _engine_options(options)
+    _try_out(dtype, device, **engine_options)
     with open_display() as display:
-        dtype = _dtype(options.dtype, device)
         display.line(f"loading {_MODEL}, {dtype} on {device}")
         model, tokenizer = load_model(dtype, device)
         from ..engine import Engine  # after the model: loading it sets up what transformers reads on import
@@ -95,11 +99,16 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.page_bytes is not None:
         found["page_bytes"] = parse_bytes("--page-bytes", options.page_bytes)
     if options.memory_limit is not None:
-        try:
-            found["memory_limit"] = float(options.memory_limit)  # a fraction of the free memory
-        except ValueError:
-            found["memory_limit"] = parse_bytes("--memory-limit", options.memory_limit)
+        found["memory_limit"] = parse_limit("--memory-limit", options.memory_limit)
     return found
+
+
+def _try_out(dtype: torch.dtype, device: str, backend: str, **options: Any) -> None:
+    """Open what the demo opens, with nothing mapped: what is refused is told before the model is loaded."""
+    layers, kv_heads, head_dim = MODELS["smollm2-135m"]
+    shape = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "max_seq_len": _MAX_SEQ_LEN}
+    with SlicedKVCache(**shape, dtype=dtype, device=device, **options) as cache:  # type: ignore[arg-type]
+        open_backend(backend, cache, num_qo_heads=_NUM_QO_HEADS)
 
 
 def _tight_limit(layout: KVLayout) -> int:

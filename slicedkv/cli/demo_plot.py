@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackendUnavailableError
+from ..errors import BackendUnavailableError, ConfigError
 from .demo_report import MemoryLog
 
 __all__ = ["check_plot", "draw"]
@@ -16,27 +16,48 @@ _MODELLED = ("#5b8db8", "#d9822b", "#7a9a3a", "#b5485d", "#8a6fb0", "#777777")
 
 
 def check_plot(path: Path) -> None:
-    """Find out before a long run whether the plot could be written after it.
+    """Find out before a long run whether the plot could be written after it. Leaves no file and changes none.
 
     Raises
     ------
     BackendUnavailableError
-        matplotlib is missing, or there is no such folder.
+        matplotlib is missing.
+    ConfigError
+        The file cannot be written.
     """
     _figure()
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise BackendUnavailableError(f"the plot cannot be written to {path}: give a file in a folder that exists")
+    try:
+        was_there = path.exists() or path.is_symlink()
+        with path.open("ab"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def draw(log: MemoryLog, path: Path, title: str) -> None:
-    """Write the PNG: used and mapped memory over time, and the fullest moment of each layout."""
+    """Write the PNG: used and mapped memory over time, and the fullest moment of each layout.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be written.
+    """
     figure = _figure()
     over_time, at_peak = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_over_time(over_time, log)
     _draw_fullest(at_peak, log)
     figure.legend(*over_time.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=4)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120, format="png")
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the plot cannot be written to {path}: {error.strerror}; give another file with --plot")
 
 
 def _figure() -> Any:

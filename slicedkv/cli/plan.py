@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -12,26 +12,28 @@ from ..config import CacheConfig
 from ..errors import ConfigError
 from ..layout import KVLayout
 from .footprint import Footprint, footprints
+from .model_config import ModelShape, read_shape
 from .text import format_bytes, format_table, parse_bytes
 
 __all__ = ["MODELS", "add_arguments", "heads_per_gpu", "run"]
 
 MODELS = {
-    "llama-3-8b": (32, 8, 128),
-    "llama-3-70b": (80, 8, 128),
-    "yi-6b": (32, 4, 128),
-    "yi-34b": (60, 8, 128),
-    "qwen2.5-7b": (28, 4, 128),
-    "smollm2-135m": (30, 3, 64),
+    "llama-3-8b": ModelShape(32, 8, 128),
+    "llama-3-70b": ModelShape(80, 8, 128),
+    "yi-6b": ModelShape(32, 4, 128),
+    "yi-34b": ModelShape(60, 8, 128),
+    "qwen2.5-7b": ModelShape(28, 4, 128),
+    "smollm2-135m": ModelShape(30, 3, 64),
 }
-"""Layers, KV heads and head dimension of some public models."""
+"""Shapes of some public models."""
 
 _SAMPLES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`."""
-    parser.add_argument("model", nargs="?", choices=list(MODELS), metavar="model", help=f"one of {', '.join(MODELS)}")
+    known = f"one of {', '.join(MODELS)}; or a model's config.json, or a folder that has one"
+    parser.add_argument("model", nargs="?", help=known)
     parser.add_argument("--layers", type=int, help="layers, in place of the model's")
     parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
     parser.add_argument("--head-dim", type=int, help="dimension of a head")
@@ -51,15 +53,15 @@ def run(options: argparse.Namespace) -> int:
     Raises
     ------
     ConfigError
-        The shape is incomplete, or a value is out of range.
+        The shape is incomplete, a value is out of range, or a config.json does not say what is needed.
     """
-    layout = _layout(options)
+    name, layout = _layout(options)
     memory_bytes = parse_bytes("--memory", options.memory)
     seq_len = options.seq_len
     if not 1 <= seq_len <= layout.max_seq_len:
         raise ConfigError(f"seq_len is {seq_len}; it must be in [1, {layout.max_seq_len}], the longest request")
     print(
-        f"{options.model or 'model'}: {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim} "
+        f"{name}: {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim} "
         f"on each GPU of {options.tensor_parallel}, {options.dtype}: {layout.token_bytes:,} bytes a token in every "
         f"layout\nrequests of {seq_len:,} tokens ({format_bytes(seq_len * layout.token_bytes)}) in "
         f"{format_bytes(memory_bytes)}, {layout.max_batch_size:,} slots of {layout.max_seq_len:,} tokens; "
@@ -75,28 +77,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _layout(options: argparse.Namespace) -> KVLayout:
-    """The shape on one GPU, validated as a cache would."""
-    shape: dict[str, Any] = dict(
-        zip(("layers", "kv_heads", "head_dim"), MODELS.get(options.model, (None,) * 3), strict=True)
-    )
-    for name in shape:
-        given = getattr(options, name)
-        shape[name] = shape[name] if given is None else given
-    missing = [f"--{name.replace('_', '-')}" for name, value in shape.items() if value is None]
-    if missing:
-        raise ConfigError(f"the model's shape is incomplete: name a model ({', '.join(MODELS)}) or {' '.join(missing)}")
+def _layout(options: argparse.Namespace) -> tuple[str, KVLayout]:
+    """The model's name, and its shape on one GPU, validated as a cache would."""
+    name, shape = _shape(options)
     config = CacheConfig(
-        num_layers=shape["layers"],
-        num_kv_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
+        num_layers=shape.layers,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         dtype=options.dtype,
         max_batch_size=options.max_batch_size,
         max_seq_len=options.max_seq_len,
         device=torch.device("cpu"),
     )
     heads = heads_per_gpu(config.num_kv_heads, options.tensor_parallel)
-    return replace(config.kv_layout(2 << 20), num_kv_heads=heads)
+    return name, replace(config.kv_layout(2 << 20), num_kv_heads=heads)
+
+
+def _shape(options: argparse.Namespace) -> tuple[str, ModelShape]:
+    """The model's name and shape: what is known of it, or read, and in place of that what was given."""
+    given = {name: getattr(options, name) for name in ModelShape._fields if getattr(options, name) is not None}
+    missing = [f"--{name.replace('_', '-')}" for name in ModelShape._fields if name not in given]
+    if options.model is None:
+        if missing:
+            names = f"name a model ({', '.join(MODELS)}), a config.json or a folder that has one"
+            raise ConfigError(f"the model's shape is incomplete: {names}, or {' '.join(missing)}")
+        return "model", ModelShape(**given)
+    if options.model in MODELS:
+        return options.model, MODELS[options.model]._replace(**given)
+    if not Path(options.model).exists():
+        raise ConfigError(
+            f"there is no model or file {options.model!r}; use one of {', '.join(MODELS)}, a config.json or a folder "
+            "that has one"
+        )
+    name, shape = read_shape(Path(options.model))
+    return name, shape._replace(**given)
 
 
 def heads_per_gpu(heads: int, gpus: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..config import parse_memory_limit
 
-__all__ = ["format_bytes", "format_table", "parse_bytes"]
+__all__ = ["format_bytes", "format_table", "parse_bytes", "parse_limit"]
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -31,6 +32,20 @@ def parse_bytes(name: str, text: str) -> int:
         It is not written like that.
     """
     return parse_memory_limit(text, free_bytes=0, default_fraction=1.0, name=name)
+
+
+def parse_limit(name: str, text: str) -> int | float:
+    """Read an option that is a size as for `parse_bytes`, or a fraction of the free memory: a number with a point.
+
+    Raises
+    ------
+    ConfigError
+        It is not written like that, or the fraction is not in (0, 1].
+    """
+    if re.fullmatch(r"\d+\.\d*|\.\d+", text):
+        parse_memory_limit(float(text), free_bytes=0, default_fraction=1.0, name=name)
+        return float(text)
+    return parse_bytes(name, text)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:

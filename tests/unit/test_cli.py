@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ import slicedkv.cli.plan
 from slicedkv.cli import main
 from slicedkv.cli.devices import choose_device, probe
 from slicedkv.cli.footprint import footprints
-from slicedkv.cli.text import format_bytes, format_table, parse_bytes
+from slicedkv.cli.text import format_bytes, format_table, parse_bytes, parse_limit
 from slicedkv.config import CacheConfig
-from slicedkv.errors import BackendUnavailableError
+from slicedkv.errors import BackendUnavailableError, ConfigError
 from slicedkv.layout import KVLayout
 
 MIB = 1 << 20
@@ -111,6 +113,76 @@ def test_plan_refuses(capsys, words, message):
 def test_plan_shares_heads_among_more_gpus_than_heads(capsys):
     assert main(["plan", "yi-6b", "--tensor-parallel", "8"]) == 0
     assert "1 KV heads of 128 on each GPU of 8" in capsys.readouterr().out
+
+
+def config_of(folder: Path, **fields) -> Path:
+    """A folder with a model's config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        (LLAMA, "32 layers, 8 KV heads of 128"),
+        (LLAMA | {"head_dim": 256}, "32 layers, 8 KV heads of 256"),
+        (LLAMA | {"num_key_value_heads": None}, "32 layers, 32 KV heads of 128"),
+        ({"text_config": LLAMA, "hidden_size": 7}, "32 layers, 8 KV heads of 128"),
+        (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "32 layers, 8 KV heads of 128"),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_plan_for_a_config(capsys, tmp_path, fields, shape, name):
+    folder = config_of(tmp_path / "some-model", **fields)
+    assert main(["plan", str(folder / name)]) == 0
+    assert capsys.readouterr().out.startswith(f"some-model: {shape} on each GPU of 1")
+
+
+def test_plan_for_the_config_of_this_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(config_of(tmp_path / "here", **LLAMA))
+    assert main(["plan", "config.json", "--layers", "3"]) == 0
+    assert capsys.readouterr().out.startswith("here: 3 layers, 8 KV heads of 128")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "has no num_hidden_layers; give --layers"),
+        ({"text_config": {"model_type": "llama"}}, "has no num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": "many"}, "is 'many'; it must be an integer"),
+        (LLAMA | {"num_key_value_heads": [8, 4]}, "is [8, 4]; it must be an integer"),
+        (LLAMA | {"num_hidden_layers": 0}, "is 0; it must be >= 1"),
+        (LLAMA | {"hidden_size": 4000, "num_attention_heads": 30}, "hidden_size 4000 is no multiple of 30 heads"),
+        ({**LLAMA, "hidden_size": None}, "has no hidden_size"),
+        (LLAMA | {"kv_lora_rank": 512}, "has kv_lora_rank: its layers hold latent rows"),
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention, which"),
+        (LLAMA | {"num_kv_shared_layers": 10}, "some of its layers have no K and V of their own"),
+        (LLAMA | {"multi_query": True}, "its KV heads are counted otherwise"),
+        (LLAMA | {"is_encoder_decoder": True}, "an encoder and a decoder"),
+    ],
+)
+def test_plan_refuses_a_config_that_it_does_not_understand(capsys, tmp_path, fields, message):
+    folder = config_of(tmp_path / "some-model", **fields)
+    told = fails(capsys, "plan", str(folder))
+    assert message in told
+    assert str(folder / "config.json") in told
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "is not JSON"), (b"[1]", "is a list"), (b"\xff\xfe", "not JSON")]
+)
+def test_plan_refuses_what_is_no_config(capsys, tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    assert message in fails(capsys, "plan", str(tmp_path))
+
+
+def test_plan_names_a_config_that_is_not_there(capsys, tmp_path):
+    assert "config.json cannot be read: No such file" in fails(capsys, "plan", str(tmp_path))
+    assert "there is no model or file 'llama-9'; use one of llama-3-8b" in fails(capsys, "plan", "llama-9")
 
 
 @pytest.mark.parametrize(("kind", "page_bytes", "key"), [("sliced", 2 * MIB, "sliced"), ("per_layer", 65536, "static")])
@@ -221,12 +293,19 @@ def test_bench_refuses(capsys, monkeypatch, tmp_path):
 # --- errors and text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["plan", "no-such-model"], ["demo", "--layout", "round"]])
+@pytest.mark.parametrize("words", [[], ["nothing"], ["plan", "--no-such-option"], ["demo", "--layout", "round"]])
 def test_usage_errors(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
     assert "usage: slicedkv" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"slicedkv {slicedkv.__version__}\n"
 
 
 def test_interrupt_leaves_quietly(capsys, monkeypatch):
@@ -251,6 +330,31 @@ def test_reader_that_leaves_early():
 )
 def test_format_bytes(num_bytes, text):
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("67108864", 64 * MIB), ("64MiB", 64 * MIB), ("1", 1), ("0.5", 0.5), ("1.0", 1.0), (".25", 0.25)],
+)
+def test_limits(text, limit):
+    found = parse_limit("--limit", text)
+    assert (found, type(found)) == (limit, type(limit))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1.5", "--limit is 1.5; with a point it is a fraction of the free memory"),
+        ("0.0", "--limit is 0.0; with a point it is a fraction"),
+        ("0", "--limit is 0; it must be in"),
+        ("64 MB of it", "--limit is '64 MB of it'; write it like '40GiB'"),
+        ("6e7", "--limit is '6e7'; write it like"),
+        ("nan", "--limit is 'nan'; write it like"),
+    ],
+)
+def test_limits_that_are_none(text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_limit("--limit", text)
 
 
 def test_text():

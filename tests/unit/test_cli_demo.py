@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import slicedkv.cli.demo
 from slicedkv.cli import main
+from slicedkv.cli.demo_plot import check_plot
 from slicedkv.cli.demo_prompts import draw_jobs
 from slicedkv.cli.display import LogDisplay, TerminalDisplay, Transcript
 
@@ -62,6 +64,7 @@ def test_demo(capsys, tmp_path, tiny_demo, layout):
         (("--page-bytes", "big"), "'big'"),
         (("--memory-limit", "64KiB", "--page-bytes", "64KiB"), "raise memory_limit"),
         (("--backend", "magic"), "backend is 'magic'"),
+        (("--memory-limit", "1.5"), "--memory-limit is 1.5"),
         (("--plot", "/nowhere/at/all.png"), "/nowhere/at/all.png"),
     ],
 )
@@ -72,6 +75,60 @@ def test_demo_refuses(capsys, tiny_demo, words, message):
     assert captured.err.startswith("slicedkv: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--page-bytes", "1000"),
+        ("--page-bytes", "big"),
+        ("--backend", "magic"),
+        ("--backend", "flashinfer"),
+        ("--max-batch-size", "0"),
+        ("--max-batch-size", "100000000000"),
+        ("--memory-limit", "2.0"),
+        ("--memory-limit", "5"),
+        ("--dtype", "int8"),
+        ("--plot", "/nowhere/at/all.png"),
+        ("--plot", "/"),
+        ("--plot", "/proc/version"),
+        ("--plot", f"{'x' * 300}.png"),
+    ],
+)
+def test_demo_refuses_before_the_model_is_loaded(capsys, monkeypatch, words):
+    monkeypatch.setattr(slicedkv.cli.demo, "load_model", lambda dtype, device: pytest.fail("the model was loaded"))
+    assert main(["demo", *words, "--device", "host"]) == 2
+    assert capsys.readouterr().err.startswith("slicedkv: ")
+
+
+def test_looking_at_the_plot_leaves_no_trace(tmp_path):
+    new, old = tmp_path / "new.png", tmp_path / "old.png"
+    old.write_bytes(b"old")
+    check_plot(new)
+    check_plot(old)
+    assert not new.exists()
+    assert old.read_bytes() == b"old"
+
+
+def test_a_plot_that_cannot_be_written_in_the_end(capsys, tmp_path, tiny_demo, monkeypatch):
+    def full(figure, path, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    words = ("--requests", "1", "--max-tokens", "2", "--device", "host", "--plot", str(tmp_path / "memory.png"))
+    assert main(["demo", *words]) == 2
+    captured = capsys.readouterr()
+    assert "No space left on device; give another file" in captured.err
+    assert "1 requests in" in captured.out
+
+
+@pytest.mark.parametrize("limit", ["67108864", "64MiB"])
+def test_demo_with_a_limit(capsys, tmp_path, tiny_demo, limit):
+    plot = ("--plot", str(tmp_path / "memory.png"))
+    assert (
+        main(["demo", "--requests", "1", "--max-tokens", "2", "--device", "host", "--memory-limit", limit, *plot]) == 0
+    )
+    assert "at most 64 MiB, attention" in capsys.readouterr().out
 
 
 def test_demo_with_real_weights(tmp_path):
