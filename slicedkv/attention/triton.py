@@ -144,7 +144,7 @@ class TritonBackend(AttentionBackend):
 
     def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
         k, v = self.cache.k(layer), self.cache.v(layer)
-        shape = {
+        shape: dict[str, Any] = {
             "q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest, "uneven": self._uneven
         }  # fmt: skip
         if not self._has_workspace:  # of one size for all layers
@@ -162,7 +162,7 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
 
     @property
-    def _options(self) -> dict[str, float | None]:
+    def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "soft_cap": self.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def _find_workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, Any]) -> Tensor | None:
