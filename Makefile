@@ -11,7 +11,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-needs := pyproject.toml constraints.txt $(wildcard slicedkv/vmm/_native.c)
+needs := pyproject.toml setup.py constraints.txt $(wildcard slicedkv/vmm/_native.c)
 
 # The demo's weights come from a package; no model hub is asked.
 export HF_HUB_OFFLINE := 1
@@ -27,7 +27,7 @@ demo: $(STAMP)
 	$(BIN)/slicedkv demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/pytest $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,7 +38,7 @@ bench: $(STAMP)
 	$(BIN)/slicedkv bench $(NAME) $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .editable build dist *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f slicedkv/vmm/_native*.so
 	find slicedkv tests bench -name __pycache__ -prune -exec rm -rf {} +
 
