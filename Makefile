@@ -1,5 +1,6 @@
 # make demo    serve a small real model, K and V in a SlicedKVCache
 # make test    all tests that need no GPU
+# make test-gpu  all that need one; with PY=python3 in an environment that is there already, nothing is installed
 # make lint    ruff and mypy
 # make bench   all measurements that this machine can do; one with  make bench NAME=mapper, fewer steps with  ARGS=--quick
 # make clean   remove all that was made here, .venv included
@@ -20,7 +21,7 @@ export TQDM_DISABLE := 1
 # Threads of torch that wait for each other sleep: spinning is many times slower when others use the cores too.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -28,6 +29,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest $(ARGS)
+
+PY ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
+	$(PY) tests/gpu/run_all.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from slicedkv.vmm.cuda import CudaDriver
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
+ALONE_ON_A_GPU = (pytest.mark.gpu, pytest.mark.gpu_alone)
 KINDS = [
     "fake",
     "faulty",
@@ -25,8 +26,8 @@ KINDS = [
     "host-2MiB",
     "fake-cuda-c",
     "fake-cuda-python",
-    pytest.param("cuda-c", marks=pytest.mark.gpu),
-    pytest.param("cuda-python", marks=pytest.mark.gpu),
+    pytest.param("cuda-c", marks=ALONE_ON_A_GPU),
+    pytest.param("cuda-python", marks=ALONE_ON_A_GPU),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,35 @@ from gpu_caches import free_bytes, open_cache
 
 from slicedkv import SlicedKVCache
 
+LAYOUTS = re.compile("sliced|interleaved|per_layer")
 
-@pytest.fixture(scope="module")
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put last what needs FlashInfer: it waits for a compiler, which runs meanwhile."""
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is not None and "flashinfer" in item.name)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run what belongs together, see `group_of`; large groups go first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return GroupScheduling(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """Name the tests of an engine, who share a model of 10 GB; those of all layouts, who use the same kernels."""
+    file, _, test = nodeid.partition("::")
+    if "engine" in file:
+        return file
+    return nodeid if "flashinfer" in test else LAYOUTS.sub("", nodeid)
+
+
+@pytest.fixture(scope="session")
 def model(cuda_device):
     import transformers
 
@@ -36,7 +64,7 @@ def model(cuda_device):
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def exact(model):
     """The model with the same weights in float32."""
     return copy.deepcopy(model).float()

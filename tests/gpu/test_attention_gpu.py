@@ -138,6 +138,7 @@ def test_nothing_is_mapped_where_the_cache_begins(open_cache, layout, name, opti
     check(cache, name, Batch([1, 2, 5], [1, 600, 300], [700, 8200, 300]), 32, **options)
 
 
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize(
     ("name", "options"), [("triton", {}), ("flashinfer", {}), ("flashinfer", {"decode": "triton"})]
 )

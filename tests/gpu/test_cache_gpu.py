@@ -14,7 +14,7 @@ from gpu_caches import free_bytes
 
 from slicedkv import SlicedKVCache
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 MIB, GIB = 1 << 20, 1 << 30
 MakeCache = Callable[..., SlicedKVCache]
 

@@ -11,7 +11,7 @@ import torch
 from slicedkv.errors import StateError
 from slicedkv.vmm import open_driver
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 
 
 def test_a_fence_waits_for_the_kernels_before_it(cuda_device: str) -> None:

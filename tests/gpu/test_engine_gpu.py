@@ -38,6 +38,7 @@ def serve(engine, prompts):
     return found
 
 
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
 def test_engine_equals_dynamic_cache_and_gives_memory_back(model, exact, record_property, layout):
     from slicedkv.engine import Engine

@@ -93,6 +93,7 @@ def test_tight_memory(model, exact):
     check(model, exact, prompts, found)
 
 
+@pytest.mark.gpu_alone
 def test_memory_comes_back(model):
     """Held prefixes and a request that runs: after `close` the GPU has all its memory again."""
     from slicedkv.engine import Engine

@@ -10,7 +10,7 @@ import torch
 
 from slicedkv import SlicedKVCache
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 GIB = 1 << 30
 MakeCache = Callable[..., SlicedKVCache]
 

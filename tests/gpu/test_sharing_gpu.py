@@ -14,7 +14,7 @@ from gpu_caches import free_bytes
 from slicedkv import SlicedKVCache, StateError
 from slicedkv.attention import Batch, open_backend
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 GIB = 1 << 30
 LAYOUTS = ("sliced", "interleaved", "per_layer")
 MakeCache = Callable[..., SlicedKVCache]

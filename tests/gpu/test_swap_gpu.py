@@ -13,7 +13,7 @@ from gpu_caches import SHAPE, free_bytes, open_cache
 from slicedkv import PagePool, SlicedKVCache, StateError
 from slicedkv.vmm import open_driver
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 MIB, GIB = 1 << 20, 1 << 30
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
 MakeCache = Callable[..., SlicedKVCache]
