@@ -115,16 +115,18 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
     @property
     def kv_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The raw planes, virtual tensors; see `slicedkv.layout` for their shapes.
+        """The raw planes, virtual tensors; see `slicedkv.layout` for their shapes. New views each time, as from `k`.
 
         Only rows below a request's length may be read. After `close` the addresses stay reserved while a view lives,
         and reading them faults.
         """
         self._check_open()
-        return self._views.planes
+        return self._views.planes()
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of one layer: a view ``[B, L, H, D]`` with ``stride(-1) == 1``; index 0 is the reqid.
+
+        A new view each time. To pickle, save or send rows `clone` them: torch would take the cache's whole memory.
 
         Raises
         ------
@@ -134,12 +136,12 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             The cache is closed.
         """
         self._check_open()
-        return self._views.keys[check_int("layer", layer, 0, self.layout.num_layers - 1)]
+        return self._views.k(check_int("layer", layer, 0, self.layout.num_layers - 1))
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k`."""
         self._check_open()
-        return self._views.values[check_int("layer", layer, 0, self.layout.num_layers - 1)]
+        return self._views.v(check_int("layer", layer, 0, self.layout.num_layers - 1))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,8 @@
 """Tensors over addresses, mapped or not, and `LayerView`, the tensor type of public layer slices.
 
+torch copies, pickles and shares memory by the storage: all of it, for a view of one row. Most of this memory has
+nothing behind it, so the storage itself refuses, and with it every view, however that was made.
+
 The only module above the drivers that cares which kind of memory an address is. Knows nothing of pages or slots.
 """
 
@@ -9,11 +12,12 @@ import ctypes
 from typing import Any, NoReturn
 
 import torch
+import torch.serialization
 import torch.utils.dlpack
 
 from .errors import ConfigError, StateError
 
-__all__ = ["LayerView", "tensor_at"]
+__all__ = ["LayerView", "layer_view", "tensor_at"]
 
 
 def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) -> torch.Tensor:
@@ -34,7 +38,14 @@ def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) ->
     ConfigError
         No tensors can be made for that device.
     """
-    device = torch.device(torch_device)
+    with torch.inference_mode(False):  # or whatever is written to it later could only be written in that mode
+        tensor = _over(address, num_bytes, torch.device(torch_device), owner)
+    # torch gives this very object to whoever asks a view for its storage, for as long as there is one.
+    tensor.untyped_storage().__class__ = _Storage
+    return tensor
+
+
+def _over(address: int, num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
     if device.type == "cpu":
         buffer: Any = (ctypes.c_char * num_bytes).from_address(address)
         buffer.owner = owner
@@ -43,14 +54,42 @@ def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) ->
         return _from_dlpack(address, num_bytes, (_DL_CUDA, device.index or 0), owner)
     if device.type == "meta":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    raise ConfigError(f"no tensor can lie over addresses of {torch_device!r}")
+    raise ConfigError(f"no tensor can lie over addresses of '{device}'")
+
+
+class _Storage(torch.UntypedStorage):
+    """A storage of which most may have nothing behind it: it is read by its views' rows, never as a whole."""
+
+    def __repr__(self) -> str:
+        return f"<{self.nbytes()} bytes of a cache on {self.device}, not shown: most have no memory behind them>"
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise StateError(
+            f"torch would take all of a cache's memory here, {self.nbytes()} bytes, not just the rows it was given, "
+            "and most has nothing behind it; give it a copy of the rows in use: rows.clone()"
+        )
+
+    __copy__ = __deepcopy__ = __reduce__ = __reduce_ex__ = _refuse
+    __iter__ = clone = tolist = cpu = cuda = to = pin_memory = byteswap = _to = _refuse
+    share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = _refuse
+    _write_file = _refuse
+
+
+def _refuse_to_save(storage: object) -> None:
+    """Stand in `torch.save` before torch's own choice of how a storage is written, which asks none of its methods."""
+    if isinstance(storage, _Storage):
+        storage._refuse()
+
+
+torch.serialization.register_package(0, _refuse_to_save, lambda storage, location: None)
 
 
 class LayerView(torch.Tensor):
     """A view of cache memory, most of which may have nothing behind it.
 
     Behaves as any tensor, and operations on it give plain tensors. Whatever would read it as a whole without being
-    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process.
+    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process. Each is
+    handed out once: what its holder does to its shape, or writes with a gradient, stays with this object.
     """
 
     # As torch.nn.Parameter does.
@@ -76,6 +115,11 @@ class LayerView(torch.Tensor):
             f"a layer slice of shape {tuple(self.shape)} cannot be {done} as a whole, rows past a request's length "
             "have no memory behind them; copy the rows in use: view[reqid, :seq_len].clone()"
         )
+
+
+def layer_view(rows: torch.Tensor) -> torch.Tensor:
+    """Return a new `LayerView` of the same memory, part of no graph. As torch.nn.Parameter is made, the fastest way."""
+    return torch.Tensor._make_subclass(LayerView, rows)
 
 
 # --- DLPack: the one public way to a CUDA tensor over memory that is not there yet ----------------------------------
