@@ -68,7 +68,7 @@ def _from_numpy(seq_lens: Any) -> torch.Tensor:
         raise ConfigError(f"seq_lens has dtype {seq_lens.dtype}; it must hold integers")
     if seq_lens.dtype.kind == "u" and seq_lens.size and seq_lens.max() > _MOST:
         raise ConfigError(f"seq_lens has a length of {seq_lens.max()}; it must be at most {_MOST}")
-    return torch.as_tensor(seq_lens.astype("int64", order="C", copy=False))
+    return torch.as_tensor(seq_lens.astype("int64", order="C", copy=False), device="cpu")
 
 
 def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _from_sequence(seq_lens: Sequence[int]) -> torch.Tensor:
         packed = array("q", seq_lens)
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"seq_lens is {seq_lens!r:.200}; it must be integers or a {{reqid: len}} dict") from error
-    return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class LengthTable:
@@ -115,12 +115,13 @@ class LengthTable:
         self.shared, self._last = (array("q", bytes(8 * num_slots)) for _ in range(2))
         self.sharers: set[int] = set()
         self._level = True  # no request is shorter than it was: `touched` holds the last lengths
-        self._zeros = torch.zeros(num_slots, dtype=torch.int64)
-        self._clamped = torch.zeros(num_slots, dtype=torch.int64)
-        self._touched, self._backed, self._trigger, self._shared, self._last_lens = (
-            torch.frombuffer(column, dtype=torch.int64)
-            for column in (self.touched, self.backed, self.trigger, self.shared, self._last)
-        )
+        with torch.inference_mode(False):  # a table made in that mode is written outside it, too
+            self._zeros = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
+            self._clamped = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
+            self._touched, self._backed, self._trigger, self._shared, self._last_lens = (
+                torch.frombuffer(column, dtype=torch.int64)
+                for column in (self.touched, self.backed, self.trigger, self.shared, self._last)
+            )
 
     def is_quiet(self, lens: torch.Tensor) -> bool:
         """True when every length is in ``[0, trigger]`` and writes no shared row: nothing to do, nothing to refuse."""

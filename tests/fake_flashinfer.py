@@ -16,7 +16,9 @@ def attend(q, k, v, *, causal, sm_scale):
     k, v = (rows.repeat_interleave(group, dim=1).double() for rows in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * sm_scale
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(past + 1), -math.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(past + 1), -math.inf
+        )
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
 
 
@@ -56,6 +58,7 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert layout == "NHD"
         self.options = options
+        self.kept = torch.empty(64, dtype=torch.int32, device=workspace.device)  # from one plan to the next
 
     def _plan(self, q_indptr, kv_indptr, numbers, last, heads, kv_heads, head_dim, page, causal, sm_scale, dtypes):
         for values in (q_indptr, kv_indptr, numbers, last):
@@ -63,6 +66,7 @@ class _Wrapper:
         assert len(q_indptr) == len(kv_indptr) == len(last) + 1
         assert kv_indptr[-1] == len(numbers)
         assert bool((last >= 1).all() & (last <= page).all())
+        self.kept[: len(last)].copy_(last)
         self.table = q_indptr.tolist(), kv_indptr.tolist(), numbers.tolist(), last.tolist()
         self.page, self.causal, self.sm_scale, self.heads, self.dtypes = page, causal, sm_scale, heads, dtypes
 
@@ -97,5 +101,5 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         if self.options.get("use_cuda_graph"):
             assert len(indptr) == len(self.options["paged_kv_indptr_buffer"])
             assert indptr[-1] <= len(self.options["paged_kv_indices_buffer"])
-        each = torch.arange(len(indptr), dtype=torch.int32)
+        each = torch.arange(len(indptr), dtype=torch.int32, device=indptr.device)
         self._plan(each, indptr, *table_and_shape, True, sm_scale, (q_data_type, kv_data_type))

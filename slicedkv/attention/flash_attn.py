@@ -55,7 +55,7 @@ class FlashAttentionBackend(TritonBackend):
         self._slots, self._lens = self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes]
         self._real = None
         if len(real) < self._decode_lanes:
-            self._real = torch.tensor(real, dtype=torch.int64).to(self.device, non_blocking=True)
+            self._real = torch.tensor(real, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
             self._slots, self._lens = self._slots[self._real], self._lens[self._real]
 
     def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:

@@ -107,7 +107,7 @@ class FlashInferBackend(TritonBackend):
         self._kernel = _kernel(self.device)
         # One product in fa2's single_prefill is of 32 bits.
         self._single_limit = self.max_seq_len if self._kernel == "fa3" else (_UINT32 - 1) // cache.k(0).stride(1)
-        self._workspace_bytes = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._workspace_bytes = self._kept(_WORKSPACE_BYTES, torch.uint8).zero_()
         self._numbers: Tensor | None = None
         self._plans = WrapperPlans(self.device)
         self._decoders: dict[int, Any] = {}
@@ -142,9 +142,10 @@ class FlashInferBackend(TritonBackend):
 
         That is the lane and the position of each row, then the page table of all lanes.
         """
-        q_lens = torch.tensor([lane.q_len for lane in lanes])
-        owners = ramps(torch.arange(len(lanes)), q_lens, 0).int()
-        positions = ramps(torch.tensor([lane.past_len for lane in lanes]), q_lens, 1).int()
+        index, q_lens, past_lens = torch.tensor(
+            [(index, lane.q_len, lane.past_len) for index, lane in enumerate(lanes)], dtype=torch.int64, device="cpu"
+        ).unbind(dim=1)
+        owners, positions = ramps(index, q_lens, 0).int(), ramps(past_lens, q_lens, 1).int()
         indptr, numbers, last = self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes])
         parts = (owners, positions, numbers, indptr, last)
         packed = torch.cat(parts)
@@ -182,13 +183,16 @@ class FlashInferBackend(TritonBackend):
                     "paged_kv_last_page_len_buffer": self._new(captured_lanes),
                 }
             # Tensor cores gain as soon as several query heads share what was read.
-            self._decoders[captured_lanes] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace_bytes, "NHD", use_tensor_cores=self.group_size > 1, **options
-            )
+            options["use_tensor_cores"] = self.group_size > 1
+            self._decoders[captured_lanes] = self._open(flashinfer.BatchDecodeWithPagedKVCacheWrapper, options)
         return self._decoders[captured_lanes]
 
+    def _open(self, wrapper: Any, options: dict[str, Any]) -> Any:
+        with torch.inference_mode(False):  # it keeps buffers, as `_kept` does
+            return wrapper(self._workspace_bytes, "NHD", **options)
+
     def _new(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.int32, device=self.device)
+        return self._kept(length, torch.int32).zero_()
 
     def _cut(self, lanes: Sequence[Lane], first: int) -> list[_Span]:
         """Cut prefill in spans: each long lane alone, neighbouring short ones together."""
@@ -217,12 +221,12 @@ class FlashInferBackend(TritonBackend):
     def _plan_prefill(self, lanes: Sequence[Lane], first: int, index: int) -> _Span:
         """Plan the wrapper that is kept for the span of this index."""
         if index not in self._prefillers:
-            self._prefillers[index] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace_bytes, "NHD", backend=self._kernel
-            )
+            options = {"backend": self._kernel}
+            self._prefillers[index] = self._open(flashinfer.BatchPrefillWithPagedKVCacheWrapper, options)
         begin, end = lanes[0].begin, lanes[-1].end
+        q_ends = torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32, device="cpu")
         self._plans.plan(
-            self._prefillers[index], torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32),
+            self._prefillers[index], q_ends,
             *self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes]),
             self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
             causal=self.causal, sm_scale=self.scale, q_data_type=self.dtype, kv_data_type=self.dtype,

@@ -84,11 +84,12 @@ class PagedView:
         indptr, numbers, last_page_tokens : Tensor
             ``[n + 1]`` first entry of each request; ``[indptr[n]]`` page numbers; ``[n]`` tokens on each last page.
         """
-        lens = torch.tensor(seq_lens, dtype=torch.int64)
+        lens = torch.tensor(seq_lens, dtype=torch.int64, device="cpu")
         counts = (lens + self.page_tokens - 1) // self.page_tokens
-        indptr = torch.zeros(len(lens) + 1, dtype=torch.int64)
+        indptr = torch.zeros(len(lens) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=indptr[1:])
-        numbers = ramps(torch.tensor(reqids, dtype=torch.int64) * self.slot_pages, counts, self.page_step)
+        firsts = torch.tensor(reqids, dtype=torch.int64, device="cpu") * self.slot_pages
+        numbers = ramps(firsts, counts, self.page_step)
         return indptr.int(), numbers.int(), (lens - (counts - 1) * self.page_tokens).int()
 
 
@@ -105,7 +106,7 @@ def ramps(firsts: Tensor, counts: Tensor, step: int) -> Tensor:
         ``[n]`` int64 on the CPU; each count at least 1.
     """
     ends = torch.cumsum(counts, 0)
-    rises = torch.full((int(ends[-1]) if len(ends) else 0,), step)
+    rises = torch.full((int(ends[-1]) if len(ends) else 0,), step, dtype=torch.int64, device="cpu")
     rises[:1] = firsts[:1]
     rises[ends[:-1]] = firsts[1:] - (firsts[:-1] + (counts[:-1] - 1) * step)
     return torch.cumsum(rises, 0)

@@ -36,7 +36,7 @@ class SDPABackend(AttentionBackend):
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         self._decode_index = None
         if len(lanes) == batch.total_q:  # one row each, no padded lane among them
-            index = torch.tensor([(lane.reqid, lane.past_len) for lane in lanes], dtype=torch.int64)
+            index = torch.tensor([(lane.reqid, lane.past_len) for lane in lanes], dtype=torch.int64, device="cpu")
             slots, positions = index.view(-1, 2).to(self.device, non_blocking=True).unbind(dim=1)
             self._decode_index = slots, positions
 

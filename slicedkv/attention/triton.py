@@ -71,7 +71,7 @@ class TritonBackend(AttentionBackend):
         self._decode_lanes = self._decode_q_len = self._max_q_len = self._longest = 0
         self._graph = self._uneven = False
         self._cu_q_lens: Tensor | None = None
-        self._reqids = self._seq_lens = self._prefill_cu = torch.empty(0, dtype=torch.int32)
+        self._reqids = self._seq_lens = self._prefill_cu = torch.empty(0, dtype=torch.int32, device="cpu")
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -115,10 +115,10 @@ class TritonBackend(AttentionBackend):
         lanes, ends = len(batch.reqids), batch.cu_q_lens
         first = ends[self._decode_lanes]
         values = [*batch.reqids, *batch.seq_lens, *ends, *(end - first for end in ends[self._decode_lanes :])]
-        index = torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        index = torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
         if graph:
             if self._graph_index is None:
-                self._graph_index = torch.empty(3 * self.max_batch_size + 2, dtype=torch.int32, device=self.device)
+                self._graph_index = self._kept(3 * self.max_batch_size + 2, torch.int32)
             index = self._graph_index[: len(values)].copy_(index, non_blocking=True)
         else:
             index = index.to(self.device, non_blocking=True)
@@ -172,8 +172,13 @@ class TritonBackend(AttentionBackend):
             return None
         kind = len(q) if self._graph else 0
         if kind not in self._workspaces or self._workspaces[kind].numel() < needed:
-            self._workspaces[kind] = torch.empty(needed, dtype=torch.float32, device=self.device)
+            self._workspaces[kind] = self._kept(needed, torch.float32)
         return self._workspaces[kind]
+
+    def _kept(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer that outlives its step, and may be written in and outside inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(length, dtype=dtype, device=self.device)
 
 
 def _rounded(length: int) -> int:

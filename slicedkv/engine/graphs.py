@@ -85,7 +85,8 @@ class DecodeGraphs:
         padding = [0] * (size - count)
         positions = [seq_len - 1 for seq_len in seq_lens]
         padded = Batch([*reqids, *[PADDED] * len(padding)], [1] * size, [*seq_lens, *padding])
-        values = torch.tensor([*tokens, *padding, *positions, *padding], dtype=torch.int64, pin_memory=True)
+        numbers = [*tokens, *padding, *positions, *padding]
+        values = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
         self._inputs[: 2 * size].copy_(values, non_blocking=True)
         self._backend.plan(padded, graph=True)
         if size not in self._captured:

@@ -147,7 +147,7 @@ class Request:
     def generator(self) -> torch.Generator:
         """This request's own source of random numbers, on the CPU so that every device draws the same."""
         if self._generator is None:
-            self._generator = torch.Generator()
+            self._generator = torch.Generator(device="cpu")
             if self.params.seed is None:
                 self._generator.seed()
             else:
@@ -158,7 +158,7 @@ class Request:
     def drawn(self) -> float:
         """The number in [0, 1) that decides on the next token; as long as there is none, the same one."""
         if self._drawn is None:
-            self._drawn = float(torch.rand((), generator=self.generator, dtype=torch.float64))
+            self._drawn = float(torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu"))
         return self._drawn
 
     def pending_ids(self, count: int) -> list[int]:

@@ -92,4 +92,4 @@ class ModelRunner:
         self.model.set_attn_implementation(self._former_attention)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.backend.device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.backend.device, non_blocking=True)

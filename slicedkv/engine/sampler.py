@@ -37,7 +37,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     drawing = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     for start in range(0, len(drawing), _ROWS_AT_A_TIME):
         rows = drawing[start : start + _ROWS_AT_A_TIME]
-        index = torch.tensor(rows).to(logits.device, non_blocking=True)
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(logits.device, non_blocking=True)
         chosen[index] = _draw(logits[index], [requests[row] for row in rows])
     return chosen
 
@@ -47,6 +47,7 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     numbers = torch.tensor(
         [(request.params.temperature, request.params.top_p, request.drawn) for request in requests],
         dtype=torch.float64,
+        device="cpu",
     )
     temperature, top_p, uniform = numbers.to(logits.device, non_blocking=True)[:, :, None].unbind(dim=1)
     # float64: in float32 the sum over a vocabulary of 100,000 may fall short of 1 by more than its tail.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
@@ -11,6 +12,7 @@ import fake_flashinfer
 import pytest
 import torch
 from test_attention_backends import LAYOUTS, Driven, oracle
+from torch_modes import MODES, attend
 
 from slicedkv import attention
 from slicedkv.attention import Batch
@@ -114,6 +116,28 @@ def test_a_plan_that_fails_half_way_is_nobodys(make_cache, adapter, monkeypatch)
         backend.append(1, rows, rows)
     out, expected = driven.step([0, 1], [1, 3])
     torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("mode", ["inference", "on meta"])
+def test_modes_of_torch(make_cache, adapter, mode):
+    name, options = adapter
+    expected = attend(make_cache, name, **options)
+    for modes in ({"opened_in": MODES[mode]}, {"served_in": MODES[mode]}, {"planned_in": MODES[mode]}):
+        assert all(map(torch.equal, attend(make_cache, name, **modes, **options), expected))
+
+
+def test_what_was_opened_in_inference_mode_serves_outside(make_cache, adapter, monkeypatch):
+    """Captured steps and others: buffers that stay are written in every plan."""
+    monkeypatch.setattr(TritonBackend, "captures", True)
+    name, options = adapter
+    driven = Driven(make_cache(dtype=torch.float16), name, **options)
+    driven.options = {}
+    for mode in (torch.inference_mode, contextlib.nullcontext):
+        with mode():
+            driven.step([0, 1, 2], [33, 3, 4])
+            driven.step([0, 1], [1, 1])
+            if driven.backend.captures:
+                driven.backend.plan(Batch([0, 1], [1, 1], [1, 1]), graph=True)
 
 
 def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monkeypatch):

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "slicedkv"
@@ -186,6 +187,14 @@ def test_import_is_light():
 def test_import_needs_no_triton():
     code = "import sys; sys.modules['triton'] = None; import slicedkv.attention; from slicedkv import *"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_new_tensor_says_its_device():
+    """What is left away is the user's default device, whatever it is at that moment."""
+    makers = {f"torch.{function.__name__}" for function in _device_constructors()} | {"torch.Generator", "torch.Tensor"}
+    calls = ((name, node) for name in FILES for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call))
+    made = ((name, node) for name, node in calls if ast.unparse(node.func) in makers)
+    assert not {f"{name}:{node.lineno}" for name, node in made if "device" not in {word.arg for word in node.keywords}}
 
 
 def docstring_lines(node: ast.AST) -> int:
