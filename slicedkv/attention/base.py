@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..checks import check_int
 from ..errors import ConfigError, StateError
+from ..gradients import refuse_backward, wants_gradient
 from .batch import PADDED, Batch, Lane
 
 __all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
@@ -49,7 +50,8 @@ class AttentionBackend(ABC):
     """Appends K and V to a cache and attends over it. `plan` once a step, then `append` and `run` for every layer.
 
     Calls belong to one thread. Nothing here synchronises with the GPU unless a backend says so. Every argument is
-    checked before the first write.
+    checked before the first write. Nothing is recorded for gradients; with grad mode on and tensors that require them,
+    `backward` through a result raises a `StateError`.
 
     Parameters
     ----------
@@ -91,6 +93,7 @@ class AttentionBackend(ABC):
         self._lanes: list[Lane] = []
         self._padding: list[tuple[int, int]] = []
         self._total_q = 0
+        self._written: dict[int, tuple[Tensor, ...]] = {}  # rows that require gradients, until their layer has run
 
     @classmethod
     @abstractmethod
@@ -129,6 +132,7 @@ class AttentionBackend(ABC):
             self._check_graph(batch)
         lanes = batch.lanes()
         self._batch = None  # what is prepared from here on does not go with the former one
+        self._written.clear()
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
         spans = () if graph or self.fills_padding else zip(batch.reqids, pairwise(batch.cu_q_lens), strict=True)
@@ -153,7 +157,11 @@ class AttentionBackend(ABC):
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)
-        self._append(layer, _contiguous(k), _contiguous(v))
+        if wants_gradient(k, v):
+            self._append(layer, _contiguous(k.detach()), _contiguous(v.detach()))
+            self._written[layer] = k, v
+        else:
+            self._append(layer, _contiguous(k), _contiguous(v))
 
     def run(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attend from the new tokens to all tokens of their requests in `layer`.
@@ -176,23 +184,33 @@ class AttentionBackend(ABC):
         Raises
         ------
         ConfigError, StateError
-            As `append`.
+            As `append`. `out` is given and something requires a gradient, as torch's own functions refuse it.
         """
         self._check("q", q, self.num_qo_heads)
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        else:
-            self._check("out", out, self.num_qo_heads)
-            if out.dtype != q.dtype:
-                raise ConfigError(f"out is {out.dtype} and q {q.dtype}; they must have one dtype")
-            if out.shape[-1] > 1 and out.stride(-1) != 1:
-                raise ConfigError(f"out has strides {out.stride()}; its last dimension must be contiguous")
+        if out is not None:
+            self._check_out(out, q)
+        sources = (q, *self._written.get(layer, ()))
+        differentiated = wants_gradient(*sources)
+        if differentiated and out is not None:
+            raise StateError(
+                f"out is given for layer {layer}, and q, or K or V that were appended, require gradients: use "
+                "torch.no_grad(), or leave out= away"
+            )
         if self._padding:
             self.cache.k(layer)  # refuses a layer that is not there before anything is written
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for begin, end in self._padding:
             out[begin:end].zero_()
-        self._run(layer, _contiguous(q), out)
-        return out
+        self._run(layer, _contiguous(q.detach() if differentiated else q), out)
+        self._written.pop(layer, None)
+        return refuse_backward(out, *sources) if differentiated else out
+
+    def _check_out(self, out: Tensor, q: Tensor) -> None:
+        self._check("out", out, self.num_qo_heads)
+        if out.dtype != q.dtype:
+            raise ConfigError(f"out is {out.dtype} and q {q.dtype}; they must have one dtype")
+        if out.shape[-1] > 1 and out.stride(-1) != 1:
+            raise ConfigError(f"out has strides {out.stride()}; its last dimension must be contiguous")
 
     def _check(self, name: str, tensor: Tensor, num_heads: int) -> None:
         if self._batch is None:
