@@ -1,17 +1,22 @@
 """`SlicedTransformersCache`: a transformers Cache for `model.generate` whose layers are slices of a `SlicedKVCache`.
 
-Knows transformers' cache protocol and the public interface of `SlicedKVCache`; nothing of engines or backends.
+Knows transformers' cache protocol and `BatchRows`, the slots of a batch; nothing of engines or backends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
+import torch
 from torch import Tensor
 
 from ..cache import SlicedKVCache
-from ..errors import BackendUnavailableError, ConfigError, OutOfPagesError, OutOfSlotsError, StateError
+from ..checks import check_int
+from ..errors import BackendUnavailableError, ConfigError
+from ..gradients import refuse_backward, wants_gradient
+from .batch_rows import BatchRows
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin
@@ -25,8 +30,10 @@ class SlicedTransformersCache(Cache):
     """Drop-in for `DynamicCache` over a `SlicedKVCache`.
 
     Row `i` of the model's batch is slot ``first + i``, so K and V go to attention as views ``[B, H, len, D]``, without
-    a copy. Slots are taken at the first forward and given back by `reset` and `close`. Batches may be left-padded, as
-    with `DynamicCache`. Beam search works and copies rows; the `batch_*` operations are refused.
+    a copy. Slots are taken at the first forward and given back by `reset` and `close`; those of an object that was
+    dropped instead, when another one needs slots. Batches may be left-padded, as with `DynamicCache`. Beam search
+    copies rows; `copy.deepcopy` and a larger batch share pages, in neighbouring slots of their own. No row is part of a
+    graph: `backward` through what `update` returns raises a `StateError`.
 
     Parameters
     ----------
@@ -35,20 +42,18 @@ class SlicedTransformersCache(Cache):
 
     Notes
     -----
-    Not thread-safe; waits for the GPU only where `SlicedKVCache.step` does.
+    Not thread-safe; waits for the GPU only where `SlicedKVCache.step` does, and to read rows to select.
     """
 
     def __init__(self, cache: SlicedKVCache) -> None:
         self.sliced = cache
-        self._slots = range(0)
-        self._unused: list[int] = []  # slots to be given back
-        self._backed_len = 0
-        self._closed = False
-        super().__init__(layers=[_SliceLayer(self, index) for index in range(cache.layout.num_layers)])
+        self._rows = BatchRows(cache)
+        super().__init__(layers=[_SliceLayer(self._rows, index) for index in range(cache.layout.num_layers)])
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"slots [{self._slots.start}, {self._slots.stop})"
-        return f"SlicedTransformersCache({state}, seq_len={self._backed_len})"
+        rows = self._rows
+        state = "closed" if rows.closed else f"slots [{rows.slots.start}, {rows.slots.stop})"
+        return f"SlicedTransformersCache({state}, seq_len={rows.backed_len})"
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +63,26 @@ class SlicedTransformersCache(Cache):
     ) -> None:
         self.close()
 
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Yield K, V and None for each layer, as `DynamicCache` does."""
+        for layer in self._slices:
+            yield layer.keys, layer.values, None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise ConfigError("a SlicedTransformersCache cannot be copied; make a new one and run the shared prompt again")
+        """Return another cache over the same `SlicedKVCache`, with slots of its own that share this one's pages."""
+        twin = memo[id(self)] = type(self)(self.sliced)
+        twin._rows = self._rows.fork()
+        twin.layers = [layer.over(twin._rows) for layer in self._slices]
+        return twin
+
+    @property
+    def _slices(self) -> list[_SliceLayer]:
+        return cast("list[_SliceLayer]", self.layers)
 
     @property
     def batch_size(self) -> int:
         """Rows of the model's batch, -1 before the first forward."""
-        return len(self._slots) or -1
+        return len(self._rows.slots) or -1
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append a layer's new K and V; return views of all."""
@@ -77,7 +95,7 @@ class SlicedTransformersCache(Cache):
 
     def rows(self, tensor: Tensor, seq_len: int) -> Tensor:
         """Return this batch's rows ``[B, seq_len, H, D]`` of a layer slice, a view."""
-        return tensor[self._slots.start : self._slots.stop, :seq_len]
+        return self._rows.view(tensor, seq_len)
 
     def back(self, batch_size: int, seq_len: int) -> None:
         """Make `seq_len` tokens of `batch_size` rows writable in every layer. The first layer of a forward pays.
@@ -91,80 +109,17 @@ class SlicedTransformersCache(Cache):
         StateError
             This object was closed.
         """
-        if self._closed:
-            raise StateError("this SlicedTransformersCache is closed; make a new one")
-        if not batch_size:
-            raise ConfigError("the batch has 0 rows; it needs at least one")
-        if not self._slots:
-            self._free_unused()
-            try:
-                self._slots = self._alloc_neighbours(batch_size)
-            finally:
-                self._free_unused()
-        if batch_size != len(self._slots):
-            raise ConfigError(
-                f"the batch has {batch_size} rows, the cache holds {len(self._slots)}; call reset() first"
-            )
-        if seq_len > self._backed_len:
-            self._step(seq_len)
-
-    def _step(self, seq_len: int) -> None:
-        seq_lens = dict.fromkeys(self._slots, seq_len)
-        if not self.sliced.step(seq_lens):
-            needed, available = self.sliced.pages_needed(seq_lens), self.sliced.pages_available()
-            raise OutOfPagesError(
-                f"{len(self._slots)} rows of {seq_len} tokens need {needed} more pages and {available} can be had; "
-                "raise memory_limit, or use a smaller batch",
-                requested=needed,
-                available=available,
-            )
-        self._backed_len = seq_len
-
-    def _step_back(self, seq_len: int) -> None:
-        """Let the cache know that rows from `seq_len` on are written again: not where other requests share them.
-
-        A row is the least it can be told.
-        """
-        if self._slots:
-            self.sliced.step(dict.fromkeys(self._slots, max(1, seq_len)))
-
-    def _alloc_neighbours(self, count: int) -> range:
-        """Take `count` neighbouring slots; what was taken on the way there is given back."""
-        held: set[int] = set()
-        found = range(0)
-        try:
-            while not found:
-                held.add(low := self.sliced.alloc_reqid())
-                high = low + 1
-                while low - 1 in held:
-                    low -= 1
-                while high in held:
-                    high += 1
-                if high - low >= count:
-                    found = range(low, low + count)
-        except OutOfSlotsError as error:
-            message = f"a batch of {count} rows needs {count} neighbouring slots; raise max_batch_size or free requests"
-            raise OutOfSlotsError(message, requested=count, available=len(held)) from error
-        finally:
-            self._unused += held.difference(found)
-        return found
+        self._rows.back(batch_size, seq_len)
 
     def reset(self) -> None:
         """Forget all tokens and give the slots back. If that fails, another call gives back the rest."""
-        self._unused += self._slots
-        self._slots, self._backed_len = range(0), 0
         for layer in self.layers:
             layer.reset()
-        self._free_unused()
-
-    def _free_unused(self) -> None:
-        while self._unused:
-            self.sliced.free_reqid(self._unused[-1])
-            self._unused.pop()
+        self._rows.free()
 
     def close(self) -> None:
         """Give the slots back for good. Another call does nothing, or gives back what could not be the first time."""
-        self._closed = True
+        self._rows.closed = True
         self.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -172,89 +127,141 @@ class SlicedTransformersCache(Cache):
 
         Pages stay mapped for the tokens to come.
         """
+        self._rows.crop(_kept(self.get_seq_length(), tokens_to_remove))
         super().crop(tokens_to_remove)
-        self._backed_len = self.get_seq_length()
-        self._step_back(self._backed_len)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each row of the batch the tokens of row ``beam_idx[i]``.
+        """Give row `i` of the batch the tokens of row ``beam_idx[i]``; there may be more or fewer rows than before.
 
         Raises
         ------
-        OutOfPagesError
-            Other requests share rows of these, and there is no memory for copies. Nothing was moved.
+        OutOfPagesError, OutOfSlotsError
+            Other requests share rows of these, and there is no memory for copies; slots are short. Nothing was moved.
         """
-        self._step_back(0)
-        if self._backed_len:
-            self._step(self._backed_len)
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        if len(beam_idx) != self.batch_size or not self._rows.in_place:
+            self._select(lambda rows: rows.index_select(0, beam_idx.cpu()))
+        elif self._rows.backed_len:
+            self._rows.rewrite(self._rows.slots)
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: rows are slots, and their neighbours may be taken."""
-        raise ConfigError(f"batch_repeat_interleave({repeats}): repeat the prompts before the first forward instead")
+        """Repeat each row of the batch. The new rows share the old ones' pages.
+
+        Raises
+        ------
+        OutOfPagesError, OutOfSlotsError
+            Memory or slots are short. Nothing was changed.
+        ConfigError
+            `repeats` is less than 1.
+        """
+        check_int("repeats", repeats, 1)
+        self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused: the kept rows would have to be neighbouring slots."""
-        raise ConfigError("batch_select_indices: reset() this cache and run the kept prompts again instead")
+        """Keep these rows of the batch, in this order: numbers, or True for each to be kept.
+
+        Raises
+        ------
+        OutOfPagesError, OutOfSlotsError, ConfigError
+            As `reorder_cache`; no row is to be kept.
+        """
+        self._select(lambda rows: rows[indices.cpu()])
+
+    def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
+        """Make of the batch the rows that are chosen of its numbers."""
+        rows = self._rows
+        if rows.backed_len:
+            rows.select(choose(torch.arange(len(rows.slots), device="cpu")).tolist())
+        else:  # none has tokens: the next forward says how many there are
+            self.reset()
 
 
 class _SliceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a `SlicedTransformersCache`: a length and two views."""
+    """One layer of a `SlicedTransformersCache`: a length, and views of the batch's rows."""
 
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, owner: SlicedTransformersCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = owner
+    def __init__(self, rows: BatchRows, index: int, seq_len: int = 0) -> None:
+        # Not the base's, which sets `keys` and `values`.
+        self._rows = rows
         self._index = index
-        self._seq_len = 0
+        self._seq_len = seq_len
+        self.is_initialized = seq_len > 0
+
+    def over(self, rows: BatchRows) -> _SliceLayer:
+        """Return the same layer of a copy."""
+        return _SliceLayer(rows, self._index, self._seq_len)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """K of all tokens, ``[B, H, len, D]``, a view; None before the first forward."""
+        return self._seen(self._rows.sliced.k(self._index)) if self._rows.slots else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """V of all tokens, as `keys`."""
+        return self._seen(self._rows.sliced.v(self._index)) if self._rows.slots else None
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        return self._rows.view(tensor, self._seq_len).transpose(1, 2)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        owner, sliced = self._owner, self._owner.sliced
-        batch_size, num_heads, q_len, head_dim = key_states.shape
-        layout = sliced.layout
-        if (num_heads, head_dim) != (layout.num_kv_heads, layout.head_dim):
-            raise ConfigError(
-                f"the model has {num_heads} KV heads of {head_dim}, the cache {layout.num_kv_heads} of "
-                f"{layout.head_dim}; open it with cache_for_model(model, ...)"
-            )
-        if key_states.dtype != sliced.dtype:
-            raise ConfigError(
-                f"the model computes in {key_states.dtype}, the cache holds {sliced.dtype}; use one dtype"
-            )
-        seq_len = self._seq_len + q_len
-        owner.back(batch_size, seq_len)
+        sliced, begin = self._rows.sliced, self._seq_len
+        self._check(key_states, value_states)
+        self._rows.back(len(key_states), begin + key_states.shape[2])
+        self._seq_len += key_states.shape[2]
+        self.lazy_initialization(key_states, value_states)
         views = []
         for tensor, new in ((sliced.k(self._index), key_states), (sliced.v(self._index), value_states)):
-            view = owner.rows(tensor, seq_len).transpose(1, 2)
-            view[:, :, self._seq_len :] = new
-            views.append(view)
-        self._seq_len = seq_len
-        self.lazy_initialization(key_states, value_states)
+            view = self._seen(tensor)
+            view[:, :, begin:] = new.detach()
+            views.append(refuse_backward(view.detach(), new) if wants_gradient(new) else view)
         return views[0], views[1]
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse what does not fit, before anything is changed: what is written would be broadcast in silence."""
+        sliced, layout = self._rows.sliced, self._rows.sliced.layout
+        for name, states in (("K", key_states), ("V", value_states)):
+            if states.dim() != 4 or (states.shape[1], states.shape[3]) != (layout.num_kv_heads, layout.head_dim):
+                raise ConfigError(
+                    f"the model's {name} is {list(states.shape)}, and the cache has rows of {layout.num_kv_heads} KV "
+                    f"heads of {layout.head_dim}; open it with cache_for_model(model, ...)"
+                )
+            if states.dtype != sliced.dtype or states.device != sliced.device:
+                raise ConfigError(
+                    f"the model computes {name} in {states.dtype} on {states.device}, the cache holds {sliced.dtype} "
+                    f"on {sliced.device}; they must be the same"
+                )
+        if key_states.shape != value_states.shape:
+            raise ConfigError(f"K is {list(key_states.shape)} and V {list(value_states.shape)}; they must be alike")
 
     def get_seq_length(self) -> int:
         return self._seq_len
 
     def get_max_length(self) -> int:
-        return self._owner.sliced.layout.max_seq_len
+        return self._rows.sliced.layout.max_seq_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._seq_len + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        keep = tokens_to_remove if tokens_to_remove > 0 else self._seq_len + tokens_to_remove
-        self._seq_len = max(0, min(self._seq_len, keep))
+        self._seq_len = _kept(self._seq_len, tokens_to_remove)
 
     def reset(self) -> None:
         self._seq_len = 0
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        sliced = self._owner.sliced
-        for tensor in (sliced.k(self._index), sliced.v(self._index)):
-            rows = self._owner.rows(tensor, self._seq_len)
-            rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
+        for states in (self.keys, self.values):
+            if states is not None:
+                states.copy_(states.index_select(0, beam_idx.to(states.device)))
+
+
+def _kept(seq_len: int, tokens_to_remove: int) -> int:
+    """Return the tokens that a crop leaves of `seq_len`."""
+    keep = tokens_to_remove if tokens_to_remove > 0 else seq_len + tokens_to_remove
+    return max(0, min(seq_len, keep))

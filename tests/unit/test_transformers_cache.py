@@ -135,7 +135,7 @@ def test_update_returns_views(over, tiny_model):
     new = torch.randn(2, 2, 5, 16)
     for layer in range(3):
         keys, values = cache.update(new, 2 * new, layer)
-    first = cache._slots.start
+    first = cache._rows.slots.start
     assert keys.shape == values.shape == (2, 2, 5, 16)
     assert keys.data_ptr() == sliced.k(2)[first].data_ptr()
     assert values.data_ptr() == sliced.v(2)[first].data_ptr()
@@ -175,7 +175,7 @@ def test_rows_are_neighbours_among_taken_slots(over, tiny_model):
     cache = SlicedTransformersCache(sliced)
     new = torch.randn(2, 2, 1, 16)
     cache.update(new, new, 0)
-    assert set(cache._slots) == {2, 3}
+    assert set(cache._rows.slots) == {2, 3}
     other = SlicedTransformersCache(sliced)
     with pytest.raises(OutOfSlotsError, match="2 neighbouring slots"):
         other.update(new, new, 0)
@@ -226,12 +226,12 @@ def test_rows_that_others_share_are_not_written_again(over, tiny_model):
     old, new = torch.randn(2, 2, 100, 16), torch.randn(2, 2, 20, 16)
     for layer in range(3):
         cache.update(old, old, layer)
-    (fork,) = sliced.fork(cache._slots.start)
+    (fork,) = sliced.fork(cache._rows.slots.start)
     cache.crop(-50)
     for layer in range(3):
         cache.update(new, new, layer)
     assert torch.equal(sliced.k(2)[fork, :100].transpose(0, 1), old[0])
-    (other,) = sliced.fork(cache._slots.start)
+    (other,) = sliced.fork(cache._rows.slots.start)
     before = sliced.k(2)[other, :70].clone()
     cache.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(sliced.k(2)[other, :70], before)
@@ -260,7 +260,7 @@ def test_refusals(over, tiny_model):
         cache.update(new.half(), new.half(), 0)
     with pytest.raises(ConfigError, match="a layer 3 and the cache 3 layers"):
         cache.update(new, new, 3)
-    with pytest.raises(ConfigError, match="1 KV heads of 16, the cache 2 of 16"):
+    with pytest.raises(ConfigError, match=r"K is \[2, 1, 3, 16\], and the cache has rows of 2 KV heads of 16"):
         cache.update(new[:, :1], new[:, :1], 0)
     with pytest.raises(ConfigError, match="0 rows"):
         cache.update(new[:0], new[:0], 0)
@@ -269,15 +269,20 @@ def test_refusals(over, tiny_model):
         cache.update(torch.randn(3, 2, 1, 16), torch.randn(3, 2, 1, 16), 0)
     with pytest.raises(ConfigError, match="is 503"):
         cache.update(torch.randn(2, 2, 500, 16), torch.randn(2, 2, 500, 16), 0)
-    with pytest.raises(ConfigError, match="batch_repeat_interleave"):
-        cache.batch_repeat_interleave(2)
-    with pytest.raises(ConfigError, match="batch_select_indices"):
-        cache.batch_select_indices(torch.tensor([0]))
-    with pytest.raises(ConfigError, match="copied"):
-        copy.deepcopy(cache)
+    for states in (new[..., :8], new[:, :1], new[:1], new[:, :, :1], new[0], new.half(), new.to("meta")):
+        with pytest.raises(ConfigError, match="V "):
+            cache.update(new, states, 0)
+    with pytest.raises(ConfigError, match="on meta"):
+        cache.update(new.to("meta"), new.to("meta"), 0)
+    with pytest.raises(ConfigError, match="repeats is 0"):
+        cache.batch_repeat_interleave(0)
+    with pytest.raises(ConfigError, match="no row"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
+    assert cache.get_seq_length() == 3
     assert repr(cache) == "SlicedTransformersCache(slots [0, 2), seq_len=3)"
     cache.close()
     cache.close()
     assert "closed" in repr(cache)
-    with pytest.raises(StateError, match="closed"):
-        cache.update(new, new, 0)
+    for call in (lambda: cache.update(new, new, 0), lambda: copy.deepcopy(cache)):
+        with pytest.raises(StateError, match="closed"):
+            call()
