@@ -60,18 +60,20 @@ def attend(
     planned_in: Mode | None = None,
     *,
     num_layers: int = 1,
+    dtype: torch.dtype = torch.float16,
     **options: Any,
 ) -> list[torch.Tensor]:
     """Open a cache and a backend in one mode, serve in another, plan in a third; return what each step computes."""
     random = torch.Generator(device="cpu").manual_seed(3)
     with opened_in():
-        cache = make_cache(num_layers=num_layers, dtype=torch.float16)
-        backend = open_backend(name, cache, num_qo_heads=4, **options)
+        cache = make_cache(num_layers=num_layers, dtype=dtype)
+        heads = cache.layout.num_kv_heads
+        backend = open_backend(name, cache, num_qo_heads=2 * heads, **options)
         reqids = [cache.alloc_reqid() for _ in range(3)]
     lens, found = dict.fromkeys(reqids, 0), []
     for lanes, q_lens in STEPS:
-        shapes = [(sum(q_lens), heads, 16) for heads in (2, 2, 4)]
-        k, v, q = (torch.randn(s, generator=random, dtype=torch.float32).half().to(cache.device) for s in shapes)
+        shapes = [(sum(q_lens), each, cache.layout.head_dim) for each in (heads, heads, 2 * heads)]
+        k, v, q = (torch.randn(s, generator=random, dtype=torch.float32).to(cache.device, dtype) for s in shapes)
         lens |= {lane: lens[lane] + q_len for lane, q_len in zip(lanes, q_lens, strict=True) if lane >= 0}
         with served_in():
             assert cache.step(lens)

@@ -122,7 +122,7 @@ def test_a_plan_that_fails_half_way_is_nobodys(make_cache, adapter, monkeypatch)
 def test_modes_of_torch(make_cache, adapter, mode):
     name, options = adapter
     expected = attend(make_cache, name, **options)
-    for modes in ({"opened_in": MODES[mode]}, {"served_in": MODES[mode]}, {"planned_in": MODES[mode]}):
+    for modes in ({"opened_in": MODES[mode]}, {"served_in": MODES[mode]}):
         assert all(map(torch.equal, attend(make_cache, name, **modes, **options), expected))
 
 

@@ -118,7 +118,7 @@ def test_attention(make_cache, modes, backend):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("planned_in", MODES)
 def test_a_plan_made_in_a_mode_serves_outside(make_cache, planned_in, backend):
     found = attend(make_cache, backend, planned_in=MODES[planned_in])
