@@ -1,5 +1,5 @@
-"""torch's modes, gradients and copies over CUDA: storages made through DLPack refuse as the host's do, and pinned memory
-and buffers stay where they belong, whatever the default device is."""
+"""torch's modes, gradients and copies over CUDA: storages made through DLPack refuse as the host's do, and pinned
+memory and buffers stay where they belong, whatever the default device is."""
 
 from __future__ import annotations
 
