@@ -82,7 +82,7 @@ class Closeable(Unique, ABC):
         self._close()
         self._refusal = _CLOSED
 
-    def _before_close(self) -> None:  # noqa: B027 (most have no lock)
+    def _before_close(self) -> None:
         """Raise `StateError` when the calling thread is in the middle of a call: `close` would wait for itself."""
 
     @abstractmethod

@@ -10,24 +10,22 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention import AttentionBackend, open_backend
+from ..attention import AttentionBackend
 from ..cache import SlicedKVCache
-from ..checks import check_int
+from ..checks import check_bool, check_int
 from ..config import MemoryLimit
 from ..errors import ConfigError, StateError
-from ..integrations.transformers import attention_scale, decoder_config
+from ..integrations.servable import decoder_config
 from ..unique import Unique
-from .opening import check_prefix_cache, eos_ids, open_admission, open_cache
+from .opening import check_prefix_cache, eos_ids, open_admission, open_cache, open_runner, warn_of_ignored
 from .preemption import PreemptionKind
+from .prompts import Prompt, check_params, check_prompts, token_ids
 from .record import EngineStep, Event
-from .request import Request, SamplingParams
-from .runner import ModelRunner
-from .sampler import sample
+from .request import NO_TOKEN, Request, SamplingParams
+from .sampler import check_numbers, sample
 from .scheduler import Scheduler
 
 __all__ = ["Engine"]
-
-Prompt = str | Sequence[int]
 
 
 class Engine(Unique):
@@ -37,7 +35,7 @@ class Engine(Unique):
     ----------
     model : PreTrainedModel
         A causal language model of the Llama family in evaluation mode. Its attention is set to "slicedkv" until
-        `close`; do not use it otherwise meanwhile.
+        `close`, which gives each part of it the one it had; do not use it otherwise meanwhile.
     tokenizer : PreTrainedTokenizerBase, optional
         Lets prompts be strings.
     max_batch_size, max_seq_len : int
@@ -60,13 +58,22 @@ class Engine(Unique):
         short. By default nothing is shared.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
+    probe : bool
+        Whether a few tokens are computed first, packed and alone, and a model that would give wrong tokens is refused.
     **cache_kwargs
         Further arguments of `SlicedKVCache`, such as `memory_limit` and `layout`.
 
     Raises
     ------
     ConfigError
-        An argument does not fit the model; nothing stays open.
+        The model cannot be served, or an argument does not fit it; nothing stays open.
+    StateError
+        Another engine uses the model.
+
+    Warns
+    -----
+    UserWarning
+        The model's `generation_config` asks for what the engine does not do, such as a repetition penalty.
 
     Notes
     -----
@@ -87,6 +94,7 @@ class Engine(Unique):
         preemption: PreemptionKind = "recompute",
         prefix_cache: MemoryLimit = None,
         on_step: Callable[[EngineStep], None] | None = None,
+        probe: bool = True,
         **cache_kwargs: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -94,8 +102,8 @@ class Engine(Unique):
         self.num_steps = 0
         self._num_requests = 0
         self._events: list[Event] = []  # not returned yet
-        self._eos_ids = eos_ids(model)
         self._closed = False
+        check_bool("probe", probe)
         check_prefix_cache(prefix_cache, cache)
         if not isinstance(backend, str) and backend.cache is not cache:
             raise ConfigError(
@@ -110,14 +118,13 @@ class Engine(Unique):
             self.scheduler = Scheduler(
                 self.cache, max_tokens_per_step=budget, preemption=preemption, admission=admission
             )
-            heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
-            if isinstance(backend, str):
-                backend = open_backend(backend, self.cache, num_qo_heads=heads, scale=scale)
-            self.backend = backend
-            self._runner = ModelRunner(model, self.backend, cuda_graphs=cuda_graphs)
+            self._eos_ids = eos_ids(model)
+            self._runner = open_runner(model, self.cache, backend, cuda_graphs=cuda_graphs, probing=probe)
         except BaseException:
             self.cache.close()
             raise
+        self.backend = self._runner.backend
+        warn_of_ignored(model)
 
     def __enter__(self) -> Self:
         return self
@@ -146,14 +153,16 @@ class Engine(Unique):
         Raises
         ------
         ConfigError
-            The prompt is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`.
+            The prompt is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`; or something
+            else was passed.
         CapacityError
             The request could outgrow all the cache's memory.
         StateError
             The engine is closed.
         """
         self._check_open()
-        request = Request(self._num_requests, self._tokenize(prompt), params or SamplingParams(), self._eos_ids)
+        tokens = token_ids(prompt, self.tokenizer)
+        request = Request(self._num_requests, tokens, check_params(params), self._eos_ids)
         vocabulary = decoder_config(self._runner.model).vocab_size
         check_int("prompt token", max(request.prompt_ids), 0, vocabulary - 1)
         self.scheduler.add(request)
@@ -168,7 +177,7 @@ class Engine(Unique):
         OutOfPagesError
             See `Scheduler.schedule`. The requests stay queued.
         StateError
-            The engine is closed.
+            The engine is closed; or the logits of requests are not numbers. Those have failed, the others go on.
         """
         self._check_open()
         start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
@@ -205,6 +214,7 @@ class Engine(Unique):
                 held_bytes=held_bytes,
             )
             self.on_step(record)
+        check_numbers(ready)
         return self._take_events()
 
     def _accept(self, ready: Sequence[Request], chosen: Tensor) -> float:
@@ -214,7 +224,8 @@ class Engine(Unique):
         wait = time.perf_counter() - wait
         for request, token in zip(ready, tokens, strict=True):
             request.accept(token)
-            self._events.append(Event(request, token, request.finish_reason))
+            if token != NO_TOKEN:
+                self._events.append(Event(request, token, request.finish_reason))
         return wait
 
     def _take_events(self) -> list[Event]:
@@ -243,12 +254,14 @@ class Engine(Unique):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[list[int]]:
-        """Serve prompts, with common or individual parameters, and return the generated tokens of each."""
-        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(
-                f"{len(prompts)} prompts came with {len(each)} parameters; give one for each, or one for all"
-            )
+        """Serve prompts, with common or individual parameters, and return the generated tokens of each.
+
+        Raises
+        ------
+        ConfigError, CapacityError, OutOfPagesError, StateError
+            As `submit` and `step`, or one prompt was passed instead of a list. All of these requests are over then.
+        """
+        each = check_prompts(prompts, params)
         requests: list[Request] = []
         try:
             requests.extend(self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True))
@@ -287,11 +300,3 @@ class Engine(Unique):
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this engine is closed; open a new one")
-
-    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise ConfigError("the prompt is a string; pass token ids, or open the engine with a tokenizer")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        return ids

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from ..attention import AttentionBackend, Batch
 from ..attention.batch import PADDED
 from ..errors import ConfigError
-from ..integrations.transformers import decoder_config
+from ..integrations.servable import decoder_config, moving_rope
+from .counted import CountedBackend
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
-
-_DATA_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class _Captured(NamedTuple):
@@ -48,6 +47,7 @@ class DecodeGraphs:
         if reason:
             raise ConfigError(f"decode steps cannot be captured in CUDA graphs: {reason}; pass cuda_graphs=False")
         self._model, self._backend = model, backend
+        self._num_layers = decoder_config(model).num_hidden_layers
         self._sizes = graph_sizes(backend.max_batch_size)
         self._inputs = torch.zeros(2 * backend.max_batch_size, dtype=torch.int64, device=backend.device)
         self._captured: dict[int, _Captured] = {}
@@ -57,9 +57,8 @@ class DecodeGraphs:
         """Return why steps cannot be captured, or None."""
         if not backend.captures:
             return f"attention backend {backend.name!r} on {backend.device} does not support it"
-        rope = (getattr(decoder_config(model), "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in _DATA_DEPENDENT_ROPE:
-            return f"rope_type {rope!r} looks at the positions of each step on the host"
+        for kind, _ in moving_rope(decoder_config(model)):
+            return f"rope_type {kind!r} looks at the positions of each step on the host"
         return None
 
     @property
@@ -112,12 +111,14 @@ class DecodeGraphs:
         return _Captured(graph, logits)
 
     def _run(self, size: int) -> Tensor:
+        counted = CountedBackend(self._backend, self._num_layers)
         output = self._model(
             input_ids=self._inputs[None, :size],
             position_ids=self._inputs[None, size : 2 * size],
             use_cache=False,
-            slicedkv_backend=self._backend,
+            slicedkv_backend=counted,
         )
+        counted.check()
         logits: Tensor = output.logits[0]
         return logits
 

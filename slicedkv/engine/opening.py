@@ -1,20 +1,57 @@
-"""What an engine is opened with: its cache, how requests are admitted to it, and what ends a text."""
+"""What an engine is opened with: its cache, how requests are admitted to it, what runs the model, what ends a text."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..attention import AttentionBackend, open_backend
 from ..attention.base import FLOAT8_DTYPES
 from ..cache import SlicedKVCache
+from ..checks import check_int
 from ..config import MemoryLimit, parse_memory_limit
 from ..errors import ConfigError
-from ..integrations.transformers import cache_for_model, check_cache, check_config, decoder_config
+from ..integrations.servable import (
+    attention_scale,
+    check_cache,
+    check_config,
+    check_layers,
+    check_model,
+    decoder_config,
+)
+from ..integrations.transformers import cache_for_model
 from .admission import Admission
+from .model_attention import ModelAttention
 from .prefix_cache import PrefixCache, SharingCache
+from .probe import probe
+from .runner import ModelRunner
 
-__all__ = ["check_prefix_cache", "eos_ids", "open_admission", "open_cache"]
+__all__ = ["check_prefix_cache", "eos_ids", "open_admission", "open_cache", "open_runner", "warn_of_ignored"]
+
+# Fields of a generation config that change which tokens are chosen, beside those that `SamplingParams` has.
+_GREEDY_FIELDS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "repetition_penalty",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "watermarking_config",
+)
+_SAMPLING_FIELDS = ("top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_NEUTRAL = {"guidance_scale": 1, "num_beams": 1, "repetition_penalty": 1, "typical_p": 1}  # others: 0, none or empty
 
 
 def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dict[str, Any]) -> SlicedKVCache:
@@ -23,18 +60,19 @@ def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dic
     Raises
     ------
     ConfigError
-        Both or neither are there, or an option does not fit the model.
+        Both or neither are there, or an option does not fit the model, or the model cannot be served.
     """
     given = sorted(name for name, value in options.items() if value is not None)
     if cache is not None:
         if given:
             raise ConfigError(f"a cache came with {', '.join(given)}; the cache has its own, leave them out")
-        check_config(decoder_config(model), cache.layout.max_seq_len)
+        _check_served(model, cache.layout.max_seq_len)
         _check_fits(model, cache)
         return cache
     missing = [name for name in ("max_batch_size", "max_seq_len") if name not in given]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} missing; give both, or a cache")
+    _check_served(model, check_int("max_seq_len", options["max_seq_len"], 1))
     opened = cache_for_model(model, **options)
     try:
         _check_fits(model, opened)
@@ -42,6 +80,13 @@ def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dic
         opened.close()
         raise
     return opened
+
+
+def _check_served(model: PreTrainedModel, max_seq_len: int) -> None:
+    """Refuse a model that cannot be served with texts of this length."""
+    check_model(model)
+    check_config(decoder_config(model), max_seq_len)
+    check_layers(model, max_seq_len)
 
 
 def _check_fits(model: PreTrainedModel, cache: SlicedKVCache) -> None:
@@ -78,6 +123,49 @@ def open_admission(cache: SlicedKVCache, limit: MemoryLimit) -> Admission:
 
 def _limit_bytes(limit: MemoryLimit, memory_bytes: int) -> int:
     return parse_memory_limit(limit, free_bytes=memory_bytes, default_fraction=1.0, name="prefix_cache")
+
+
+def open_runner(
+    model: PreTrainedModel,
+    cache: SlicedKVCache,
+    backend: str | AttentionBackend,
+    *,
+    cuda_graphs: bool | None,
+    probing: bool,
+) -> ModelRunner:
+    """Return what runs a model over a cache, with its attention set, and probed if that is wanted.
+
+    Raises
+    ------
+    ConfigError, StateError, BackendUnavailableError, CapacityError, DriverError
+        The model cannot be served, another engine uses it, or the machine cannot do it. Its attention is as it was.
+    """
+    attention = ModelAttention(model)
+    try:
+        if isinstance(backend, str):
+            heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
+            backend = open_backend(backend, cache, num_qo_heads=heads, scale=scale)
+        runner = ModelRunner(model, backend, attention, cuda_graphs=cuda_graphs)
+        if probing:
+            probe(runner, cache)
+    except BaseException:
+        attention.restore()
+        raise
+    return runner
+
+
+def warn_of_ignored(model: PreTrainedModel) -> None:
+    """Warn of what a model's generation config asks for and an engine does not do."""
+    config = getattr(model, "generation_config", None)
+    fields = _GREEDY_FIELDS + (_SAMPLING_FIELDS if getattr(config, "do_sample", False) else ())
+    found = [(name, getattr(config, name, None)) for name in fields]
+    ignored = [f"{name}={value!r}" for name, value in found if value and value != _NEUTRAL.get(name)]
+    if ignored:
+        warnings.warn(
+            f"the model's generation_config has {', '.join(ignored)}, which the engine ignores: `model.generate` may "
+            "give other tokens",
+            stacklevel=3,
+        )
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

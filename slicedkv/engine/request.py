@@ -12,7 +12,10 @@ from ..checks import check_bool, check_int
 from ..errors import ConfigError
 from ..swap import SwapHandle
 
-__all__ = ["FinishReason", "Request", "RequestState", "SamplingParams"]
+__all__ = ["NO_TOKEN", "FinishReason", "Request", "RequestState", "SamplingParams"]
+
+NO_TOKEN = -1
+"""Stands for the next token of a request whose logits are not numbers."""
 
 
 class RequestState(Enum):
@@ -24,11 +27,12 @@ class RequestState(Enum):
 
 
 class FinishReason(Enum):
-    """Why a request is over: a stop token, `max_tokens`, or `Engine.abort`."""
+    """Why a request is over: a stop token, `max_tokens`, `Engine.abort`, or logits that are not numbers."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +177,10 @@ class Request:
         return self.prompt_ids[start:end] + self.output_ids[: max(0, end - prompt)]
 
     def accept(self, token: int) -> None:
-        """Take a generated token, and finish when it is the last."""
+        """Take a generated token, and finish when it is the last; fail when it is `NO_TOKEN`."""
+        if token == NO_TOKEN:
+            self.finish(FinishReason.FAILED)
+            return
         self.output_ids.append(token)
         self._drawn = None
         if token in self._stop_ids:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention import AttentionBackend, Batch
 from ..attention.batch import PADDED
-from ..errors import ConfigError, StateError
-from ..integrations.transformers import ATTENTION_NAME
+from ..integrations.servable import decoder_config
+from .counted import CountedBackend
 from .graphs import DecodeGraphs
+from .model_attention import ModelAttention
 from .plan import StepPlan
 
 __all__ = ["ModelRunner"]
@@ -25,29 +28,32 @@ class ModelRunner:
         A causal language model in evaluation mode.
     backend : AttentionBackend
         Over the cache that the scheduler steps.
+    attention : ModelAttention
+        Of the model.
     cuda_graphs : bool, optional
         Whether decode steps are captured; by default where backend and model can be.
 
     Raises
     ------
     ConfigError
-        The model is in training mode, or graphs are wanted and cannot be had.
-    StateError
-        Another engine uses the model.
+        Graphs are wanted and cannot be had.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, *, cuda_graphs: bool | None = None) -> None:
-        if model.training:
-            raise ConfigError("the model is in training mode; call model.eval()")
-        if model.config._attn_implementation == ATTENTION_NAME:
-            raise StateError("another engine uses the model; close it first")
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        attention: ModelAttention,
+        *,
+        cuda_graphs: bool | None = None,
+    ) -> None:
         if cuda_graphs is None:
             cuda_graphs = DecodeGraphs.obstacle(model, backend) is None
         self.model = model
         self.backend = backend
+        self.attention = attention
         self.graphs = DecodeGraphs(model, backend) if cuda_graphs else None
-        self._former_attention = model.config._attn_implementation
-        model.set_attn_implementation(ATTENTION_NAME)
+        self._num_layers = decoder_config(model).num_hidden_layers
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -59,10 +65,7 @@ class ModelRunner:
             ``[n, vocabulary]``: logits after the last token of the `n` requests whose pending tokens end here, in
             packed order. The next call may overwrite them.
         """
-        if self.model.config._attn_implementation != ATTENTION_NAME:
-            raise StateError(
-                f"the model's attention was set to {self.model.config._attn_implementation!r} while an engine uses it"
-            )
+        self.attention.check()
         tokens: list[int] = []
         reqids, seq_lens, rows = [], [], []
         for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
@@ -73,23 +76,54 @@ class ModelRunner:
                 rows.append(len(tokens) - 1)
         if self.graphs is not None and len(rows) == len(tokens) == len(reqids):
             return self.graphs.forward(tokens, reqids, seq_lens)
-        batch = Batch(reqids, plan.q_lens, seq_lens)
+        return self.compute(Batch(reqids, plan.q_lens, seq_lens), tokens, rows)
+
+    @torch.inference_mode()
+    def compute(
+        self, batch: Batch, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int] | None = None
+    ) -> Tensor:
+        """Compute a batch without a graph.
+
+        Parameters
+        ----------
+        batch : Batch
+            With every row backed.
+        tokens : sequence of int
+            Packed.
+        rows : sequence of int
+            Which of them logits are wanted for.
+        positions : sequence of int, optional
+            Of the tokens; by default those of the batch.
+
+        Returns
+        -------
+        Tensor
+            ``[len(rows), vocabulary]``.
+
+        Raises
+        ------
+        ConfigError
+            A layer of the model attends more or less than once, or asks for what the backend cannot do.
+        """
         self.backend.plan(batch)
+        counted = CountedBackend(self.backend, self._num_layers)
         # The head runs on the wanted rows only: logits of every prompt token would be the largest tensor of the step.
         output = self.model(
             input_ids=self._tensor(tokens)[None],
-            position_ids=self._tensor(batch.positions())[None],
+            position_ids=self._tensor(batch.positions() if positions is None else positions)[None],
             use_cache=False,
             logits_to_keep=self._tensor(rows),
-            slicedkv_backend=self.backend,
+            slicedkv_backend=counted,
         )
+        counted.check()
         logits: Tensor = output.logits[0]
-        return logits
+        # Some models give the logits of every token whatever they are asked for.
+        return logits if len(logits) == len(rows) else logits[self._tensor(rows)]
 
     def close(self) -> None:
         """Give the model its former attention back, and the memory of graphs to torch."""
         self.graphs = None
-        self.model.set_attn_implementation(self._former_attention)
+        self.attention.restore()
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.backend.device, non_blocking=True)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .request import Request
+from ..errors import StateError
+from .request import NO_TOKEN, FinishReason, Request
 
-__all__ = ["sample"]
+__all__ = ["check_numbers", "sample"]
 
 _ROWS_AT_A_TIME = 64  # a few sorted copies of the logits in float64 are the sampler's memory
 
@@ -31,15 +32,32 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     Returns
     -------
     Tensor
-        ``[len(requests)]`` int64, on the device of the logits.
+        ``[len(requests)]`` int64, on the device of the logits; `NO_TOKEN` where the largest logit is not finite.
     """
-    chosen = logits.argmax(dim=-1)
+    best, chosen = logits.max(dim=-1)  # NaN is the largest of all
+    failed = ~best.isfinite()
     drawing = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     for start in range(0, len(drawing), _ROWS_AT_A_TIME):
         rows = drawing[start : start + _ROWS_AT_A_TIME]
         index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(logits.device, non_blocking=True)
         chosen[index] = _draw(logits[index], [requests[row] for row in rows])
-    return chosen
+    return chosen.masked_fill(failed, NO_TOKEN)
+
+
+def check_numbers(requests: Sequence[Request]) -> None:
+    """Say so when requests of a step have failed for want of numbers.
+
+    Raises
+    ------
+    StateError
+        At least one has.
+    """
+    failed = [request for request in requests if request.finish_reason is FinishReason.FAILED]
+    if failed:
+        raise StateError(
+            f"the model's logits for {failed} are not finite numbers, so no token is likeliest; these requests are "
+            "over, the others go on. Weights may be broken, or too large for the model's dtype"
+        )
 
 
 def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:

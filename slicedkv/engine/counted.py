@@ -1,0 +1,74 @@
+"""`CountedBackend`: an attention backend for one forward, in which every layer must get K and V once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..integrations.transformers import PlannedBackend
+
+__all__ = ["CountedBackend"]
+
+
+class CountedBackend:
+    """Hands calls on to a planned backend and counts the layers.
+
+    A layer that attends twice would overwrite the K and V of its first time, and later tokens would read the wrong
+    ones; one that never comes here attended by itself, to tokens of other requests.
+
+    Parameters
+    ----------
+    backend : PlannedBackend
+    num_layers : int
+        Layers of the cache.
+    """
+
+    def __init__(self, backend: PlannedBackend, num_layers: int) -> None:
+        self._backend = backend
+        self._counts = [0] * num_layers
+
+    @property
+    def scale(self) -> float:
+        """As the backend's."""
+        return self._backend.scale
+
+    @property
+    def max_seq_len(self) -> int:
+        """As the backend's."""
+        return self._backend.max_seq_len
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As the backend's.
+
+        Raises
+        ------
+        ConfigError
+            The layer has got its K and V, or the cache has no such layer. Nothing was written.
+        """
+        if not 0 <= layer < len(self._counts):
+            raise ConfigError(f"the model has a layer {layer}, the cache layers [0, {len(self._counts)})")
+        if self._counts[layer]:
+            raise ConfigError(
+                f"layer {layer} attends {self._counts[layer] + 1} times in one forward, and the cache has room for the "
+                "K and V of one time"
+            )
+        self._backend.append(layer, k, v)
+        self._counts[layer] += 1
+
+    def run(self, layer: int, q: Tensor) -> Tensor:
+        """As the backend's."""
+        return self._backend.run(layer, q)
+
+    def check(self) -> None:
+        """Refuse a forward that left layers out; call it when the forward is over.
+
+        Raises
+        ------
+        ConfigError
+            At least one layer got no K and V.
+        """
+        missing = [layer for layer, count in enumerate(self._counts) if not count]
+        if missing:
+            raise ConfigError(
+                f"layers {missing} of {len(self._counts)} in the cache got K and V 0 times in one forward, not once"
+            )
