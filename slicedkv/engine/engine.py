@@ -119,12 +119,12 @@ class Engine(Unique):
                 self.cache, max_tokens_per_step=budget, preemption=preemption, admission=admission
             )
             self._eos_ids = eos_ids(model)
+            warn_of_ignored(model)
             self._runner = open_runner(model, self.cache, backend, cuda_graphs=cuda_graphs, probing=probe)
         except BaseException:
             self.cache.close()
             raise
         self.backend = self._runner.backend
-        warn_of_ignored(model)
 
     def __enter__(self) -> Self:
         return self
@@ -153,8 +153,7 @@ class Engine(Unique):
         Raises
         ------
         ConfigError
-            The prompt is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`; or something
-            else was passed.
+            It is no prompt, is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`.
         CapacityError
             The request could outgrow all the cache's memory.
         StateError

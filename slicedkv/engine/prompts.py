@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
@@ -22,7 +22,7 @@ def token_ids(prompt: Prompt, tokenizer: Callable[[str], Any] | None) -> Sequenc
         It is neither a string nor a sequence, or a string and there is no tokenizer.
     """
     if not isinstance(prompt, str):
-        if isinstance(prompt, (bytes, dict)) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
+        if not _is_list(prompt):
             raise ConfigError(f"the prompt is {_shown(prompt)}; it must be a string or a list of token ids")
         return prompt
     if tokenizer is None:
@@ -41,10 +41,10 @@ def check_prompts(prompts: Any, params: Any) -> list[SamplingParams]:
     """
     if isinstance(prompts, (str, bytes)):
         raise ConfigError(f"prompts is one string, {_shown(prompts)}; pass a list of prompts, [{_shown(prompts)}]")
-    if not hasattr(prompts, "__len__") or isinstance(prompts, dict):
+    if not _is_list(prompts):
         raise ConfigError(f"prompts is {_shown(prompts)}; it must be a list of strings or of lists of token ids")
-    first = next(iter(prompts), None)
-    if first is not None and not hasattr(first, "__len__"):
+    first = prompts[0] if len(prompts) else ""
+    if not isinstance(first, str) and not _is_list(first):
         raise ConfigError(f"prompts begins with {_shown(first)}; for one prompt of tokens pass a list of it, [[...]]")
     if not isinstance(params, Sequence):
         return [check_params(params)] * len(prompts)
@@ -68,6 +68,15 @@ def check_params(params: Any) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params is {_shown(params)}; it must be SamplingParams")
     return params
+
+
+def _is_list(value: Any) -> bool:
+    """True for what has a length and an order: lists, tuples, arrays and tensors of at least one dimension."""
+    try:
+        len(value)
+    except TypeError:
+        return False
+    return hasattr(value, "__getitem__") and not isinstance(value, (str, bytes, Mapping))
 
 
 def _shown(value: Any) -> str:

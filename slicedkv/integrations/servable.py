@@ -32,6 +32,10 @@ __all__ = [
     "moving_rope",
 ]
 
+_TUNED = (
+    "which counts the tokens of a step instead of using their positions; for texts shorter than floor_scale, load the "
+    "model with attn_temperature_tuning=False"
+)
 _POSITIONS = re.compile(r"(^|_)(wpe|pos|positions?)(_|$)")
 
 
@@ -125,10 +129,7 @@ def check_config(config: PretrainedConfig, max_seq_len: int) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("the model is an encoder-decoder; only decoder-only models are supported")
     if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [0]):
-        raise ConfigError(
-            "the model's config has attn_temperature_tuning, which counts the tokens of a step instead of using their "
-            "positions; requests cannot share a batch. Set it to False if your texts are short enough to do without"
-        )
+        raise ConfigError(f"the model's config has attn_temperature_tuning, {_TUNED}")
     _check_rope(config, max_seq_len)
 
 
@@ -160,7 +161,7 @@ def check_model(model: Any) -> None:
     Raises
     ------
     ConfigError
-        It is wrapped or compiled, is in training mode, has no language model head, or takes no positions.
+        It is wrapped or compiled, is in training mode, or has no language model head.
     """
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
@@ -173,11 +174,6 @@ def check_model(model: Any) -> None:
         raise ConfigError("the model is in training mode; call model.eval()")
     if not model.can_generate() or model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise ConfigError(f"{name} has no language model head; load the model with AutoModelForCausalLM")
-    if not _takes_positions(model):
-        raise ConfigError(
-            f"{name} cannot be served: its forward takes no position_ids, so it would count the tokens of all requests "
-            "of a step as one text"
-        )
 
 
 def check_layers(model: PreTrainedModel, max_seq_len: int) -> None:
@@ -186,12 +182,21 @@ def check_layers(model: PreTrainedModel, max_seq_len: int) -> None:
     Raises
     ------
     ConfigError
-        One attends both ways, or has a table of fewer positions.
+        It takes no positions or has a table of fewer; or a layer attends both ways, or counts the tokens of a step.
     """
     name = type(model).__name__
+    if not _takes_positions(model):
+        raise ConfigError(
+            f"{name} cannot be served: its forward takes no position_ids, so it would count the tokens of all requests "
+            "of a step as one text"
+        )
     for part, module in attention_layers(model):
         if getattr(module, "is_causal", True) is False:
-            raise ConfigError(f"{name} cannot be served: {part} attends to later tokens too (is_causal is False)")
+            raise ConfigError(
+                f"{name} cannot be served: {part} attends to more than the tokens before (is_causal is False)"
+            )
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
+            raise ConfigError(f"{name} cannot be served: {part} has attn_temperature_tuning, {_TUNED}")
     for part, rows in _position_tables(model):
         if rows < max_seq_len:
             raise ConfigError(f"{name} has a table of {rows} positions ({part}); use max_seq_len <= {rows}")
@@ -199,9 +204,8 @@ def check_layers(model: PreTrainedModel, max_seq_len: int) -> None:
 
 def _takes_positions(model: PreTrainedModel) -> bool:
     """True when positions reach the decoder: its forward and the model's name them, or the model's hands all on."""
-    parameters = inspect.signature(model.forward).parameters
-    decoder = _decoder(model)
-    inner = inspect.signature(decoder.forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
+    inner = inspect.signature(type(_decoder(model)).forward).parameters
     handed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "position_ids" in inner and ("position_ids" in parameters or handed_on)
 

@@ -135,7 +135,7 @@ def packed_attention(
     if window is not None and window < backend.max_seq_len:
         raise ConfigError(f"layer {module.layer_idx} has a sliding window of {window} tokens, shorter than max_seq_len")
     if kwargs.get("is_causal") is False:
-        raise ConfigError(f"layer {module.layer_idx} attends to later tokens too (is_causal is False)")
+        raise ConfigError(f"layer {module.layer_idx} attends to more than the tokens before (is_causal is False)")
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(
