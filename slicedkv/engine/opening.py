@@ -51,7 +51,9 @@ _GREEDY_FIELDS = (
     "watermarking_config",
 )
 _SAMPLING_FIELDS = ("top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_NEUTRAL = {"guidance_scale": 1, "num_beams": 1, "repetition_penalty": 1, "typical_p": 1}  # others: 0, none or empty
+_NEUTRAL = dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "penalty_alpha"), 0)
+_NEUTRAL |= dict.fromkeys(("guidance_scale", "num_beams", "repetition_penalty", "typical_p"), 1)
+_NEUTRAL |= dict.fromkeys(("top_k", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff"), 0)
 
 
 def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dict[str, Any]) -> SlicedKVCache:
@@ -159,7 +161,7 @@ def warn_of_ignored(model: PreTrainedModel) -> None:
     config = getattr(model, "generation_config", None)
     fields = _GREEDY_FIELDS + (_SAMPLING_FIELDS if getattr(config, "do_sample", False) else ())
     found = [(name, getattr(config, name, None)) for name in fields]
-    ignored = [f"{name}={value!r}" for name, value in found if value and value != _NEUTRAL.get(name)]
+    ignored = [f"{name}={value!r}" for name, value in found if value not in (None, [], (), {}, _NEUTRAL.get(name))]
     if ignored:
         warnings.warn(
             f"the model's generation_config has {', '.join(ignored)}, which the engine ignores: `model.generate` may "
