@@ -130,3 +130,10 @@ def test_refused_when_opened_with_the_true_reason(config, model, options, reason
     with pytest.raises(ConfigError, match=reason):
         open_engine(model)
     assert model.config._attn_implementation == former
+
+
+def test_a_config_that_was_changed_after_loading_does_not_hide_what_the_layers_do():
+    model = build("Llama4Text", "Llama4ForCausalLM", **TUNED)
+    model.config.attn_temperature_tuning = False
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn has attn_temperature_tuning"):
+        open_engine(model)

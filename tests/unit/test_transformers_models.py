@@ -55,10 +55,27 @@ def test_kv_heads_of_other_families(name, options, heads):
             },
             "rope_type 'dynamic'",
         ),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+                "max_position_embeddings": 64,
+            },
+            "rope_type 'dynamic'",
+        ),
+        (
+            "llama4",
+            {"attention_chunk_size": None, "layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 1, 0]},
+            "attn_temperature_tuning",
+        ),
     ],
 )
 def test_models_that_are_not_plainly_causal_are_refused(family, options, named):
-    kind = {"mistral": "MistralConfig", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}[family]
+    kinds = {"mistral": "MistralConfig", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "gemma3": "Gemma3TextConfig"}
+    kind = {**kinds, "llama4": "Llama4TextConfig"}[family]
     config = getattr(transformers, kind)(num_hidden_layers=3, **options)
     with pytest.raises(ConfigError, match=named):
         cache_for_model(config, 2, 100, device="cpu")
