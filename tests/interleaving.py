@@ -32,6 +32,8 @@ SHAPE |= {
     "reclaim_watermark": 0.0,
     "swap_limit": "1MiB",
 }
+LENGTHS = {"source": 100, "lone": 90, "rewound": 90, "child": 90, "swapped": 70}
+"""Tokens of the requests at first."""
 MOST_PAGES = 400
 PATIENCE_S = 10.0
 
@@ -88,10 +90,8 @@ class World:
         self.most: dict[str, int] = {}
         self.turn = threading.RLock()
         """Held by who writes rows, and by the second thread: what nobody may do to a request under its own writes."""
-        self.begin("swapped", 70)
-        self.begin("source", 100)
-        self.begin("lone", 90)
-        self.begin("rewound", 90)
+        for name in ("swapped", "source", "lone", "rewound"):
+            self.begin(name, LENGTHS[name])
         for name, parent in (("sharer", "source"), ("third", "source"), ("child", "rewound")):
             (reqid,) = self.cache.fork(self[parent])
             self.name(name, reqid, self.defined[parent])
@@ -202,7 +202,7 @@ def answer(call: Callable[[World], object], world: World) -> object:
         found = call(world)
     except SlicedKVError as error:
         return type(error)
-    return found if isinstance(found, bool | None) else type(found)
+    return found if isinstance(found, int | None) else type(found)
 
 
 def perform(call: Call, world: World, turn: AbstractContextManager[Any] | None = None) -> Iterator[object]:

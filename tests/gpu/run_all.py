@@ -31,7 +31,8 @@ def commands(arguments: Sequence[str], workers: int, *, side_by_side: bool) -> d
     pytest = [sys.executable, "-P", "-m", "pytest"]  # -P: the folder triton_kernels here would hide a package
     if not side_by_side:
         return {"all": [*pytest, *FOLDERS, "-m", "gpu", *arguments]}
-    spread = ["-n", str(workers), "-o", f"timeout={WAIT_S}"]
+    # pytest-benchmark, where it is there, warns of xdist, and a warning is an error.
+    spread = ["-n", str(workers), "-o", f"timeout={WAIT_S}", "-p", "no:benchmark"]
     return {
         "side by side": [*pytest, *FOLDERS, "-m", "gpu and not gpu_alone", *spread, *arguments],
         "alone": [*pytest, *FOLDERS, "-m", "gpu and gpu_alone", *arguments],

@@ -134,7 +134,7 @@ def test_rows_are_those_of_their_request(cuda_device: str, limit_pages: int, zer
 
 
 def test_truncated_rows_are_unmapped_behind_the_work_that_reads_them(make_cache: MakeCache) -> None:
-    cache = make_cache(lookahead_tokens=0)
+    cache = make_cache(lookahead_tokens=0, extent_pages=1)
     reqid = cache.alloc_reqid()
     assert cache.step({reqid: 16000})
     fill(cache, reqid, 0, 16000, 3.0)

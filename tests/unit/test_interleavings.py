@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from interleaving import PAGE, Call, World, check_pair
+from interleaving import LENGTHS, PAGE, Call, World, check_pair
 
 
 def step(**lens: int) -> Call:
@@ -36,14 +36,14 @@ def free(name: str) -> Call:
 
 
 def recycle(name: str) -> Call:
-    """The request ends, and the next one, which may get its slot, writes rows of its own."""
-    new = f"after {name}"
+    """The request ends, and the next one, as long as it and so the best fit for its slot, writes rows of its own."""
+    new, length = f"after {name}", LENGTHS.get(name, 100)
 
     def begin(world: World) -> object:
-        world.name(new, world.cache.alloc_reqid(100), 0)
+        world.name(new, world.cache.alloc_reqid(length), 0)
         return True
 
-    return [*free(name), begin, *step(**{new: 100}), *write(new, 0, 100)]
+    return [*free(name), begin, *step(**{new: length}), *write(new, 0, length)]
 
 
 def share(source: str, target: str, num_tokens: int) -> Call:
@@ -104,7 +104,7 @@ def look(world: World) -> object:
     assert min(values.values()) >= 0, values
     assert world.cache.pages_available() >= 0
     assert world.cache.can_admit(1) in {True, False}
-    return None
+    return stats.used_bytes
 
 
 def another(world: World) -> object:

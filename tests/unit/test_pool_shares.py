@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,3 +211,26 @@ def test_what_is_said_to_be_available_is(seed: int) -> None:
                 assert rig.pool.available_pages * PAGE >= lacking
         for cache in caches:
             cache.close()
+
+
+def test_a_cache_may_be_opened_while_the_books_are_compared(rig: Rig) -> None:
+    """Who maps handles of the pool is one more in the middle of looking at all of them."""
+    one = rig.open(**QUIET)
+    opened: list[SlicedKVCache] = []
+    thread = threading.Thread(target=lambda: opened.append(rig.open(**QUIET)))
+
+    class Owner:
+        def mapped_handles(self) -> list[int]:
+            if not thread.ident:
+                thread.start()
+                thread.join(0.1)
+            return []
+
+    owner = Owner()
+    with rig.pool.gate.lock:
+        rig.pool.attach(owner)
+    one.check_integrity()
+    thread.join(5)
+    assert len(opened) == 1
+    for cache in (one, *opened):
+        cache.close()
