@@ -102,6 +102,7 @@ class World:
         mapped_pages = self.pool.references.mapped_pages
         self.begin("old", 300)
         self.cache.free_reqid(self["old"])
+        self.used_bytes = self.cache.stats().used_bytes
         self.cache.set_memory_limit(min(MOST_PAGES, mapped_pages + limit_pages) * PAGE)
 
     def __getitem__(self, name: str) -> int:
