@@ -75,6 +75,13 @@ class Backing:
         for segments in self._segments:
             yield from segments.handles
 
+    def segment_spans(self, slot: int) -> Iterator[tuple[int, int]]:
+        """First and end page of every segment of a slot. Lock held."""
+        end = 0
+        for size in self._segments[slot].sizes:
+            first, end = end, end + size
+            yield first, end
+
     # --- mapping --------------------------------------------------------------------------------------------------
 
     def first_segments(self, slot: int, pages: int) -> Segments:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -83,6 +84,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         zero_on_reuse: bool = False,
         swap_limit: int | float | str | None = None,
         min_share: int | float | str | None = None,
+        debug: bool = False,
         pool: PagePool | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in {"self", "pool", "__class__"}}
@@ -98,7 +100,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         self._mapper = Mapper(planner, background=config.mapper == "background")
         copier = Copier(self._state, self._views)
         self._zeroer = Zeroer(self._state, copier) if config.zero_on_reuse else None
-        self._stepper = Stepper(self._state, self._mapper, CopyOnWrite(self._state, copier), self._zeroer)
+        self._copy_on_write = CopyOnWrite(self._state, copier)
+        self._stepper = Stepper(self._state, self._mapper, self._copy_on_write, self._zeroer)
         self._requests = Requests(self._state, planner, self._mapper)
         self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
         mover = RowMover(self._state, self._zeroer)
@@ -142,6 +145,16 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         """Values of one layer, as `k`."""
         self._check_open()
         return self._views.v(check_int("layer", layer, 0, self.layout.num_layers - 1))
+
+    @property
+    def debug(self) -> bool:
+        """Whether the cache was opened to find writes where nobody may write; see `CacheConfig`."""
+        return self._state.config.debug
+
+    @property
+    def protects_shared_pages(self) -> bool:
+        """Whether pages that requests share are mapped read-only: with `debug`, where the device can do that."""
+        return self._state.protector is not None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -259,6 +272,31 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             if ok and self._zeroer is not None:
                 self._zeroer.run(lens)
         return ok
+
+    def check_writable(self, reqids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Refuse rows that a kernel launched now must not write, with or without `debug`.
+
+        Attention backends ask before they append to a cache with `debug`. Waits for nothing.
+
+        Parameters
+        ----------
+        reqids, starts, ends : sequence of int
+            For each request, rows ``[start, end)``.
+
+        Raises
+        ------
+        ConfigError
+            A reqid is out of range, or a row.
+        StateError
+            A request is not active; rows lie behind the length of its last step, or in pages that others have mapped
+            too; the cache is paused or closed. The message names the first such rows.
+        """
+        self._look()
+        for reqid, start, end in zip(map(self._check_reqid, reqids), starts, ends, strict=True):
+            check_int(f"end of reqid {reqid}", end, 0, self.layout.max_seq_len)
+            check_int(f"start of reqid {reqid}", start, 0, end)
+        with self._gate.lock:
+            self._copy_on_write.require_writable(reqids, starts, ends)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,11 @@ class CacheConfig:
     min_share : int, float or str, optional
         Memory of the pool that other caches on it never take from this one: bytes, "4GiB", or a fraction of the pool's
         limit, in whole pages; by default none.
+    debug : bool
+        Find writes that would damage what other requests read. Pages that requests share are mapped read-only where the
+        device can do that (see `SlicedKVCache.protects_shared_pages`), so that whatever writes there faults at once: on
+        the host with SIGSEGV. `append` of an attention backend refuses rows that no step has backed, or that lie in
+        shared pages. `share_prefix` and `fork` then wait for the current stream's work.
 
     Raises
     ------
@@ -142,6 +147,7 @@ class CacheConfig:
     zero_on_reuse: bool = False
     swap_limit: MemoryLimit = None
     min_share: MemoryLimit = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len"):
@@ -158,6 +164,7 @@ class CacheConfig:
             self._set("eager_tokens", check_int("eager_tokens", self.eager_tokens, 0, self.max_seq_len))
         self._set("reclaim_watermark", check_fraction("reclaim_watermark", self.reclaim_watermark))
         check_bool("zero_on_reuse", self.zero_on_reuse)
+        check_bool("debug", self.debug)
         self._choice("layout", get_args(LayoutKind))
         self._choice("mapper", get_args(MapperKind))
         self._set("dtype", _check_dtype(self.dtype))

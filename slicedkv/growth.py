@@ -11,6 +11,7 @@ from typing import Literal
 
 from .backing import Alias, Growth, Swap
 from .errors import LostSlotsError, OutOfPagesError
+from .protection import changing
 from .reclaim import take_back
 from .state import CacheState
 
@@ -35,15 +36,16 @@ def grow_slots(
     LostSlotsError
         What these slots have mapped is unknown; they are out of use.
     """
-    try:
-        extents = state.backing.grow(growths, aliases, swaps)
-    except LostSlotsError as error:
-        with state.gate.lock:
-            for slot in error.slots:
-                state.lose(slot)
-            for alias in aliases:  # its pages may be mapped in the lost slot too
-                state.note_shared(alias.source)
-        raise
+    with changing(state.protector, *(swap.cut for swap in swaps)):
+        try:
+            extents = state.backing.grow(growths, aliases, swaps)
+        except LostSlotsError as error:
+            with state.gate.lock:
+                for slot in error.slots:
+                    state.lose(slot)
+                for alias in aliases:  # its pages may be mapped in the lost slot too
+                    state.note_shared(alias.source)
+            raise
     with state.gate.lock:
         pages = 0
         for slot, added in growths:

@@ -27,6 +27,7 @@ from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .page_pool import PagePool
+from .protection import Protector
 from .reclaim import claim_share
 from .slots import SlotTable
 from .state import CacheState
@@ -162,6 +163,8 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
             if pool.shares.ended:
                 raise StateError("the pool ended with its last cache; open a new one")
             claim_share(state)
+        if config.debug and pool.driver.can_protect:
+            state.protector = Protector(backing, slots)
     except BaseException:
         if owned:
             pool.driver.close()

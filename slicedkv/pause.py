@@ -16,6 +16,7 @@ from .errors import StateError
 from .growth import grow_now
 from .host_pool import HostSpan
 from .mapper import Mapper
+from .protection import changing
 from .reclaim import trim_slots
 from .rows import RowMover
 from .state import CacheState
@@ -89,19 +90,20 @@ class Pauser:
         with state.gate.lock:
             state.slots.clear_fences(slots)
             cuts = [cut for slot in slots if (cut := state.backing.detach(slot, 0)) is not None]
-        try:
-            state.backing.unmap(*cuts)
-        except StateError:
-            with state.gate.lock:
-                for slot in slots:
-                    state.lose(slot)
-            raise
-        finally:
-            with state.gate.lock:
-                for slot in slots:
-                    state.clean_pages[slot] = min(state.clean_pages[slot], state.backing.mapped(slot))
-                    state.note_mapped(slot)
-                    state.note_shared(slot)
+        with changing(state.protector, *cuts):
+            try:
+                state.backing.unmap(*cuts)
+            except StateError:
+                with state.gate.lock:
+                    for slot in slots:
+                        state.lose(slot)
+                raise
+            finally:
+                with state.gate.lock:
+                    for slot in slots:
+                        state.clean_pages[slot] = min(state.clean_pages[slot], state.backing.mapped(slot))
+                        state.note_mapped(slot)
+                        state.note_shared(slot)
 
     def _undo(self, rows: Rows, error: BaseException) -> None:
         """Be as before a pause that failed; where even that fails, stay paused with the rows in host memory."""

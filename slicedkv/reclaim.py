@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .errors import OutOfPagesError, StateError
+from .protection import changing
 from .state import CacheState
 from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
 from .vmm.base import Fence
@@ -120,14 +121,15 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 
         cut = state.strike(slot, keep_pages)
     if cut is None:
         return 0
-    try:
-        freed = state.backing.unmap(cut)
-    except BaseException as error:
-        with state.gate.lock:
-            if isinstance(error, StateError):
-                state.lose(slot)
-            state.note_mapped(slot)
-        raise
+    with changing(state.protector, cut):
+        try:
+            freed = state.backing.unmap(cut)
+        except BaseException as error:
+            with state.gate.lock:
+                if isinstance(error, StateError):
+                    state.lose(slot)
+                state.note_mapped(slot)
+            raise
     with state.gate.lock:
         state.counters.pages_reclaimed += (cut.end_page - cut.first_page) * state.layout.num_planes
     return freed

@@ -58,6 +58,8 @@ class RowMover:
         Work queued on the current stream from now on sees the rows. Raises as `copy_out` does.
         """
         rows, state = list(rows), self._state
+        if state.protector is not None:
+            state.protector.settle()  # a slot may have pages that it shared before
         for slot, _, seq_len in rows:
             with state.gate.lock:  # what the copy fills need not be zeroed first
                 state.clean_pages[slot] = seq_len * state.layout.row_bytes // state.layout.page_bytes

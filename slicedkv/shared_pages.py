@@ -8,7 +8,7 @@ neither lengths, states nor drivers. Call with the gate's lock held.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
 from .errors import StateError
@@ -83,6 +83,19 @@ class SharedPages:
         for slot in filter(self.has, slots):
             found.update(self._segments[slot].handles[: self._bound[slot] * self._planes : self._planes])
         return found
+
+    def spans(self, slots: Iterable[int], *, ignored: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+        """Slot, first and end page of every segment that these slots share.
+
+        `ignored` are mappings of handles of the first plane that do not count.
+        """
+        for slot in filter(self.has, slots):
+            end = 0
+            for index, size in enumerate(self._segments[slot].sizes[: self._bound[slot]]):
+                first, end = end, end + size
+                handle = self.first_handle(slot, index)
+                if self._references.of(handle) - ignored.get(handle, 0) > 1:
+                    yield slot, first, end
 
     def saved_pages(self, slots: Iterable[int]) -> int:
         """Pages over all planes that these slots would have to map more, had each its own: shared ones count once."""

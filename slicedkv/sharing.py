@@ -21,7 +21,7 @@ from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .facade import Facade
 from .growth import grow_now, new_pages
 from .mapper import Mapper
-from .reclaim import reclaim_slot, require_room
+from .reclaim import reclaim_slot, require_room, wait_for
 from .requests import Requests
 from .state import CacheState
 from .victims import freeable_pages
@@ -209,6 +209,9 @@ class Sharer:
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
             # All that the targets have mapped must go, also what was asked for ahead: it is mapped again afterwards.
             state.holds.emptied.update(targets)
+            fence = state.fence_behind(src) if aliases and state.protector is not None else None
+        if fence is not None:
+            wait_for(state, fence, f"device work on reqid {src}, whose pages are to become read-only")
         try:
             require_room(state, new_pages(state, growths, ()))
             for slot in targets:
@@ -227,6 +230,8 @@ class Sharer:
         state, layout = self._state, self._state.layout
         end_byte, end_page = num_tokens * layout.row_bytes, layout.pages_for(num_tokens)
         try:
+            if state.protector is not None:
+                state.protector.settle()
             for slot in targets:
                 self._copier.copy(src, slot, first_byte, end_byte)
                 if state.config.zero_on_reuse:

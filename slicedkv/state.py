@@ -23,6 +23,7 @@ from .layout import KVLayout
 from .lengths import LengthTable
 from .lookahead import Pace
 from .page_pool import PagePool
+from .protection import Protector
 from .slots import SlotTable
 from .stats import CacheStats, Counters
 from .vmm.base import Fence
@@ -73,6 +74,8 @@ class CacheState:
         Rows of active slots that are in host memory until then, by slot.
     closed : bool
         Everything was given back.
+    protector : Protector, optional
+        With `debug`, where the device can make pages read-only.
     """
 
     config: CacheConfig
@@ -97,6 +100,7 @@ class CacheState:
     paused: bool = False
     offloaded: dict[int, HostSpan] = field(default_factory=dict)
     closed: bool = False
+    protector: Protector | None = None
     holds: Holds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -354,6 +358,8 @@ class CacheState:
         self.backing.check_integrity()
         self.pool.check_integrity()
         self.host.check_integrity()
+        if self.protector is not None:
+            self.protector.check_integrity()
         if not self.slots.active.issuperset(self.offloaded):
             raise StateError(f"slots {sorted(self.offloaded)} are in host memory, but not all of them are active")
         for slot in range(self.layout.max_batch_size):

@@ -56,6 +56,8 @@ class Stepper:
             state.counters.steps += 1
             state.pace.step_at(started)
             quiet, held = state.lengths.is_quiet(lens), self._is_held(lens)
+            if state.protector is not None:
+                held = held or self._copy_on_write.is_hindered(lens, state.protector)
             if held or (self._zeroer is not None and self._zeroer.is_needed(lens)):
                 state.lengths.check_range(lens)
             elif quiet:
@@ -144,6 +146,8 @@ class Stepper:
                 if growths or copies.swaps:
                     grow_now(state, growths, swaps=copies.swaps)
                 self._copy_on_write.copy(copies)
+                if state.protector is not None:
+                    state.protector.settle()
                 ok = True
             except OutOfPagesError:
                 ok = False

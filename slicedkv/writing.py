@@ -16,8 +16,9 @@ import torch
 
 from .backing import Growth, Swap
 from .copying import Copier
-from .errors import LostSlotsError
+from .errors import LostSlotsError, StateError
 from .growth import new_pages
+from .protection import Protector, changing
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state import CacheState
 
@@ -46,17 +47,49 @@ class CopyOnWrite:
 
     def swaps(self, lens: torch.Tensor, *, count_idle: bool) -> list[Swap]:
         """What must be replaced before a step to `lens`, whether or not idle slots count as sharers. Lock held."""
-        state, writes = self._state, []
-        for slot in state.lengths.writers(lens):
-            state.note_shared(slot)
-            length = int(lens[slot])
-            end = min(length + state.layout.guard_tokens, state.layout.rows_per_slot)
-            writes.append((slot, *state.layout.page_span(min(state.lengths.last(slot), length), end)))
-        if not writes:
+        state = self._state
+        writers = state.lengths.writers(lens)
+        if not writers:
             return []
+        for slot in writers:
+            state.note_shared(slot)
+        writes = [(slot, *self._written(slot, int(lens[slot]))) for slot in writers]
         # What a lost slot has mapped nobody reads any more.
         shared, ignored = state.backing.shared, state.slots.lost if count_idle else state.slots.lost | state.slots.idle
         return shared.swaps(writes, shared.mappings(ignored))
+
+    def _written(self, slot: int, length: int) -> tuple[int, int]:
+        """Pages, first and end, that a request may write after a step to `length`. Lock held."""
+        state, layout = self._state, self._state.layout
+        return layout.page_span(
+            min(state.lengths.last(slot), length), min(length + layout.guard_tokens, layout.rows_per_slot)
+        )
+
+    def is_hindered(self, lens: torch.Tensor, protector: Protector) -> bool:
+        """True when pages that a step lets requests write may be read-only. Lock held."""
+        writers = [slot for slot in protector.slots if lens[slot] > 0]
+        return any(protector.hinders(slot, *self._written(slot, int(lens[slot]))) for slot in writers)
+
+    def require_writable(self, reqids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Refuse rows that requests may not write now; see `SlicedKVCache.check_writable`. Lock held."""
+        state, layout = self._state, self._state.layout
+        state.require_running()
+        ignored = state.backing.shared.mappings(state.slots.lost)
+        for slot, start, end in zip(reqids, starts, ends, strict=True):
+            state.slots.require_active(slot)
+            rows, backed = f"rows [{start}, {end}) of reqid {slot}", state.lengths.last(slot)
+            if end > backed:
+                raise StateError(
+                    f"{rows} may not be written: its last step was to {backed} tokens, and nothing behind them need be "
+                    f"backed; call step({{{slot}: {end}}}) before"
+                )
+            first_page, end_page = layout.page_span(start, end)
+            for _, begin, stop in state.backing.shared.spans((slot,), ignored=ignored):
+                if begin < end_page and first_page < stop:
+                    raise StateError(
+                        f"{rows} may not be written: they lie in pages [{first_page}, {end_page}), and others have "
+                        f"pages [{begin}, {stop}) too; for pages of its own step it to {start} tokens, then to {end}"
+                    )
 
     def make_way(self, lens: torch.Tensor, growths: Sequence[Growth]) -> Copies:
         """*token* Return what a step must replace, when nothing on the device uses it any more, and hold its sources.
@@ -109,7 +142,7 @@ class CopyOnWrite:
             self._copy(copies)
         except BaseException as error:
             slots = tuple(sorted({swap.cut.slot for swap in swaps}))
-            with state.gate.lock:
+            with changing(state.protector), state.gate.lock:
                 for slot in slots:
                     state.lose(slot)
             if not isinstance(error, Exception):

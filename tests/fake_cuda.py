@@ -26,6 +26,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_UNKNOWN = 999
 
 
@@ -63,6 +64,8 @@ class FakeCuda:
         Values that a function answers with success.
     calls : Counter
         Calls of each function.
+    takes_read_only : bool
+        Whether device memory can be mapped read-only.
     """
 
     CUresult = CUresult
@@ -74,7 +77,7 @@ class FakeCuda:
     )
     CUmemAllocationType = IntEnum("T", {"CU_MEM_ALLOCATION_TYPE_PINNED": 1})
     CUmemLocationType = IntEnum("L", {"CU_MEM_LOCATION_TYPE_DEVICE": 1})
-    CUmemAccess_flags = IntEnum("F", {"CU_MEM_ACCESS_FLAGS_PROT_READWRITE": 3})
+    CUmemAccess_flags = IntEnum("F", {"CU_MEM_ACCESS_FLAGS_PROT_READ": 1, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": 3})
     CUstreamCaptureMode = IntEnum("M", {"CU_STREAM_CAPTURE_MODE_GLOBAL": 0, "CU_STREAM_CAPTURE_MODE_RELAXED": 2})
 
     def __init__(self, total_bytes: int = 1 << 30, devices: int = 2) -> None:
@@ -86,7 +89,8 @@ class FakeCuda:
         self.reservations: dict[int, int] = {}
         self.handles: dict[int, int] = {}
         self.mappings: dict[int, int] = {}  # address -> handle
-        self.accessible: set[int] = set()
+        self.accessible: dict[int, int] = {}  # address -> flags
+        self.takes_read_only = True
         self.contexts = 0
         self.thread = threading.local()
         self.synchronized: list[int] = []
@@ -194,10 +198,13 @@ class FakeCuda:
         return (0,)
 
     def cuMemSetAccess(self, address: int, size: int, access: Any, count: int) -> tuple[Any, ...]:
-        right = count == 1 and access[0].flags == 3 and access[0].location.type == 1
-        if not right or not self._mapped_in(address, size):
+        flags, mapped = access[0].flags, self._mapped_in(address, size)
+        right = count == 1 and flags in {1, 3} and access[0].location.type == 1
+        if not right or sum(self.handles[self.mappings[at]] for at in mapped) != size or min(mapped) < address:
             return (1,)
-        self.accessible.add(address)
+        if flags == 1 and not self.takes_read_only:
+            return (801,)
+        self.accessible.update(dict.fromkeys(mapped, flags))
         return (0,)
 
     def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
@@ -206,7 +213,7 @@ class FakeCuda:
             return (1,)
         for at in mapped:
             del self.mappings[at]
-            self.accessible.discard(at)
+            self.accessible.pop(at, None)
         return (0,)
 
     # --- host memory, for which a context must be current --------------------------------------------------------

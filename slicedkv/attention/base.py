@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar, Protocol
 
@@ -26,7 +27,11 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KVSource(Protocol):
-    """Anything with layer slices; `SlicedKVCache` is one."""
+    """Anything with layer slices; `SlicedKVCache` is one.
+
+    One whose `debug` is true also has `check_writable(reqids, starts, ends)`, which raises `StateError` when one of the
+    requests must not be written in its rows ``[start, end)`` now.
+    """
 
     def k(self, layer: int) -> Tensor:
         """Return K of `layer` as a ``[B, L, H, D]`` view."""
@@ -94,6 +99,8 @@ class AttentionBackend(ABC):
         self._padding: list[tuple[int, int]] = []
         self._total_q = 0
         self._written: dict[int, tuple[Tensor, ...]] = {}  # rows that require gradients, until their layer has run
+        self._checks_rows = bool(getattr(cache, "debug", False))
+        self._unchecked: list[Lane] = []
 
     @classmethod
     @abstractmethod
@@ -126,15 +133,20 @@ class AttentionBackend(ABC):
         ConfigError
             A reqid or length does not fit the cache, or the batch a graph; the former plan stays. After any other
             failure there is none.
+        StateError
+            With `graph`, over a cache with `debug`: as `append`, which a replay does not call. The former plan stays.
         """
         self._check_batch(batch)
         if graph:
             self._check_graph(batch)
         lanes = batch.lanes()
+        if graph and self._checks_rows:
+            self._check_rows(lanes)
         self._batch = None  # what is prepared from here on does not go with the former one
         self._written.clear()
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
+        self._unchecked = lanes if self._checks_rows and not graph else []
         spans = () if graph or self.fills_padding else zip(batch.reqids, pairwise(batch.cu_q_lens), strict=True)
         self._padding = [(begin, end) for reqid, (begin, end) in spans if reqid == PADDED]
 
@@ -153,10 +165,14 @@ class AttentionBackend(ABC):
         ConfigError
             Shape, dtype or device do not fit. Nothing was written.
         StateError
-            `plan` was never called, or failed.
+            `plan` was never called, or failed. Over a cache with `debug`, which is asked once a plan: the rows are not
+            backed, or lie in pages that other requests share. Nothing was written.
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)
+        if self._unchecked:
+            self._check_rows(self._unchecked)
+            self._unchecked = []
         if wants_gradient(k, v):
             self._append(layer, _contiguous(k.detach()), _contiguous(v.detach()))
             self._written[layer] = k, v
@@ -233,6 +249,11 @@ class AttentionBackend(ABC):
         for reqid, seq_len in zip(batch.reqids, batch.seq_lens, strict=True):
             check_int("reqid", reqid, PADDED, self.max_batch_size - 1)
             check_int(f"seq_len of reqid {reqid}", seq_len, 0, self.max_seq_len)
+
+    def _check_rows(self, lanes: Sequence[Lane]) -> None:
+        """Ask the cache whether the new tokens of these lanes may be written."""
+        columns = ([lane.reqid for lane in lanes], [lane.past_len for lane in lanes], [lane.seq_len for lane in lanes])
+        self.cache.check_writable(*columns)  # type: ignore[attr-defined]
 
     def _check_graph(self, batch: Batch) -> None:
         if not self.captures:

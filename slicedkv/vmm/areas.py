@@ -28,12 +28,18 @@ class AreaBudget:
 
     def spend(self, areas: int) -> None:
         """Charge for mapping; raise `DriverError` when there is no room."""
+        if not self.has(areas):
+            raise DriverError("map", errno.ENOMEM, "ENOMEM", AREA_HINT)
+
+    def has(self, areas: int) -> bool:
+        """Charge for some areas if there is room for them; False when there is none."""
         if areas > self._left:
             limit = procfs.area_limit()
             self._left = limit - limit // self.HEADROOM_SHARE - procfs.count_areas()
         if areas > self._left:
-            raise DriverError("map", errno.ENOMEM, "ENOMEM", AREA_HINT)
+            return False
         self._left -= areas
+        return True
 
     def note(self, areas: int) -> None:
         """Charge for unmapping."""

@@ -11,6 +11,8 @@ The contract, for every driver:
 - A range is mapped once: mapping over a mapping is an error, and so is unmapping what is not mapped, or part of a
   handle. One `unmap_run` may span several whole neighbouring mappings.
 - Mapped memory is readable and writable at once. Memory of a new handle holds zeros on the host and anything on a GPU.
+- Where a driver `can_protect`, mappings can be made read-only and writable again, each on its own: a write to one that
+  is read-only faults. What is mapped anew is writable.
 - Every verb that takes several things either does all of them or undoes what it did and raises.
 - Every verb may be called from any thread. No verb except `wait_fence` and `synchronize` waits for the GPU.
 - Bytes are moved between mapped addresses and host memory by `copy_batch` alone, beside the caller's stream; a fence
@@ -20,6 +22,7 @@ The contract, for every driver:
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -108,6 +111,25 @@ class Driver(Unique, ABC):
     @abstractmethod
     def unmap_run(self, address: int, num_bytes: int) -> None:
         """Unmap a range of whole mappings."""
+
+    @property
+    def can_protect(self) -> bool:
+        """Whether `protect` works. Finding out may make driver calls, the first time.
+
+        Raises
+        ------
+        DriverError
+            It could not be found out now.
+        """
+        return False
+
+    def protect(self, address: int, num_bytes: int, *, writable: bool) -> None:
+        """Make whole neighbouring mappings read-only, or writable again; what they are already they may stay.
+
+        After a failure each of them is as it was or as it was asked to be. Waits for no work: nothing that is under way
+        on the device may write what becomes read-only.
+        """
+        raise DriverError("protect", errno.ENOTSUP, "ENOTSUP", f"the {self.name} driver cannot make mappings read-only")
 
     def create_batch(self, num_bytes: int, count: int) -> list[int]:
         """Create `count` handles of `num_bytes` each. All or nothing."""

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, DriverError
 from . import native
 from .base import Copy, Fence, MemoryInfo
-from .cuda_calls import ENTRY_POINTS, NativeCalls, PythonCalls, access_descriptor, allocation_properties
+from .cuda_calls import ENTRY_POINTS, NativeCalls, PythonCalls, access_descriptor, allocation_properties, set_access
 from .cuda_copies import HostCopies
 from .cuda_streams import TorchStreams
 from .ledger import Mappings
@@ -66,6 +66,7 @@ class CudaDriver(StrictDriver):
         self._streams = TorchStreams(device_index)
         self._copies = HostCopies(self._api, self._streams, self._value)
         self._calls = self._find_calls()
+        self._can_protect: bool | None = None
 
     # --- finding out what there is ---------------------------------------------------------------------------------
 
@@ -129,6 +130,23 @@ class CudaDriver(StrictDriver):
         if module is None or not all(entry.values()):
             return PythonCalls(self._api, self._properties, self._access)
         return NativeCalls(module, entry, self._properties, self._access)
+
+    @property
+    def can_protect(self) -> bool:
+        """Whether the driver takes read-only access to device memory: tried out on one page, the first time."""
+        if self._can_protect is None:
+            size = self._granularity
+            address, handles = self.reserve(size), []
+            try:
+                handles = self.create_batch(size, 1)
+                self.map_run(address, handles, size)
+                codes = [self._protect(address, size, writable=writable) for writable in (False, True)]
+                self.unmap_run(address, size)
+            finally:
+                self.release_batch(handles)
+                self.free_reservation(address, size)
+            self._can_protect = not any(codes)
+        return self._can_protect
 
     # --- threads, contexts and graph capture ---------------------------------------------------------------------
 
@@ -213,6 +231,9 @@ class CudaDriver(StrictDriver):
 
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
         return self._calls.unmap(addresses, sizes)
+
+    def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
+        return set_access(self._api, address, num_bytes, access_descriptor(self._api, self._index, writable=writable))
 
     def _close(self) -> None:
         self._api.cuDevicePrimaryCtxRelease(self._device)

@@ -13,7 +13,14 @@ from typing import Any
 from .ledger import Mappings
 from .strict import Outcome
 
-__all__ = ["ENTRY_POINTS", "NativeCalls", "PythonCalls", "access_descriptor", "allocation_properties"]
+__all__ = [
+    "ENTRY_POINTS",
+    "NativeCalls",
+    "PythonCalls",
+    "access_descriptor",
+    "allocation_properties",
+    "set_access",
+]
 
 ENTRY_POINTS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemUnmap")
 """Driver calls whose addresses `NativeCalls` needs."""
@@ -32,13 +39,25 @@ def allocation_properties(api: Any, device_index: int) -> Any:
     return properties
 
 
-def access_descriptor(api: Any, device_index: int) -> Any:
-    """Reading and writing from one device."""
+def access_descriptor(api: Any, device_index: int, *, writable: bool = True) -> Any:
+    """Reading, and writing where `writable`, from one device."""
+    flags = api.CUmemAccess_flags
     access = api.CUmemAccessDesc()
     access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device_index
-    access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
     return access
+
+
+def set_access(api: Any, address: int, size: int, access: Any) -> int:
+    """Set what may be done with mapped memory and return the code."""
+    code = 0
+    for left in reversed(range(ACCESS_TRIES)):
+        code = int(api.cuMemSetAccess(address, size, [access], 1)[0])
+        if code != _NOT_READY or not left:
+            break
+        time.sleep(RETRY_S)  # under load the driver may say so for a moment
+    return code
 
 
 class PythonCalls:
@@ -84,11 +103,7 @@ class PythonCalls:
         code = int(self._api.cuMemMap(address, size, 0, handle, 0)[0])
         if code:
             return 0, code, "map"
-        for left in reversed(range(ACCESS_TRIES)):
-            code = int(self._api.cuMemSetAccess(address, size, [self._access], 1)[0])
-            if code != _NOT_READY or not left:
-                break
-            time.sleep(RETRY_S)  # under load the driver may say so for a moment
+        code = set_access(self._api, address, size, self._access)
         return 1, code, "set_access" if code else ""
 
     def unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:

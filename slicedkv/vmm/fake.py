@@ -74,9 +74,12 @@ class FakeDriver(StrictDriver):
         Bytes of host memory pinned, by address.
     bound_threads : set of int
         Threads that called `bind_thread`.
+    protected : set of int
+        Addresses that are read-only, one for every `granularity` bytes.
     """
 
     name = "fake"
+    can_protect = True
 
     def __init__(self, granularity: int = 2 * 2**20, total_bytes: int = 64 * 2**30, device: str = "meta") -> None:
         super().__init__(granularity, (_INVALID_VALUE, _NAMES[_INVALID_VALUE]))
@@ -91,6 +94,7 @@ class FakeDriver(StrictDriver):
         self.copies: list[Copy] = []
         self.copy_bytes_per_s = 50e9
         self.pinned: dict[int, int] = {}
+        self.protected: set[int] = set()
         self._next_address = -(-_FIRST_ADDRESS // granularity) * granularity
         self._next_handle = 1
         self._fences_changed = threading.Condition()
@@ -141,7 +145,14 @@ class FakeDriver(StrictDriver):
         return len(mappings.addresses), 0, ""
 
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
+        for address, size in zip(addresses, sizes, strict=True) if self.protected else ():
+            self.protected.difference_update(range(address, address + size, self._granularity))
         return len(addresses), 0, ""
+
+    def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
+        change = self.protected.difference_update if writable else self.protected.update
+        change(range(address, address + num_bytes, self._granularity))
+        return 0
 
     def _error(self, op: str, code: int) -> DriverError:
         return DriverError(op, code, _NAMES[code])

@@ -35,8 +35,8 @@ class FaultyDriver(Driver):
     """Any driver, with failures, delays and hooks before chosen calls.
 
     Batches are taken apart into single calls, so that any handle in the middle can fail. Operations are "reserve",
-    "create", "map", "set_access", "unmap", "release", "copy", "pin" and "unpin"; a run of several handles counts as
-    that many maps, each followed by a set_access.
+    "create", "map", "set_access", "unmap", "protect", "release", "copy", "pin" and "unpin"; a run of several handles
+    counts as that many maps, each followed by a set_access.
 
     Parameters
     ----------
@@ -135,6 +135,14 @@ class FaultyDriver(Driver):
     def unmap_run(self, address: int, num_bytes: int) -> None:
         self._before("unmap", address, num_bytes)
         self.inner.unmap_run(address, num_bytes)
+
+    @property
+    def can_protect(self) -> bool:
+        return self.inner.can_protect
+
+    def protect(self, address: int, num_bytes: int, *, writable: bool) -> None:
+        self._before("protect", address, num_bytes, writable)
+        self.inner.protect(address, num_bytes, writable=writable)
 
     def record_fence(self) -> Fence:
         return self.inner.record_fence()

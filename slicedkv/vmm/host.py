@@ -60,6 +60,7 @@ class HostDriver(StrictDriver):
 
     name = "host"
     torch_device = "cpu"
+    can_protect = True
 
     def __init__(self, page_granularity: int | None = None) -> None:
         granularity = mmap.PAGESIZE if page_granularity is None else page_granularity
@@ -155,8 +156,15 @@ class HostDriver(StrictDriver):
                 return done, code, "unmap"
         return len(addresses), 0, ""
 
+    def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
+        if writable:
+            self._areas.note(2)  # never refused, as unmapping
+        elif not self._areas.has(2):
+            return errno.ENOMEM
+        return _mprotect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ)
+
     def _error(self, op: str, code: int) -> DriverError:
-        hint = AREA_HINT if code == errno.ENOMEM and op in {"map", "unmap"} else ""
+        hint = AREA_HINT if code == errno.ENOMEM and op in {"map", "unmap", "protect"} else ""
         return DriverError(op, code, errno.errorcode.get(code, "unknown"), hint)
 
     def _close(self) -> None:
@@ -239,6 +247,7 @@ def _libc() -> Any:
     address, size, offset, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
     libc.mmap64.argtypes, libc.mmap64.restype = (address, size, number, number, number, offset), address
     libc.munmap.argtypes, libc.munmap.restype = (address, size), number
+    libc.mprotect.argtypes, libc.mprotect.restype = (address, size, number), number
     libc.fallocate64.argtypes, libc.fallocate64.restype = (number, number, offset, offset), number
     return libc
 
@@ -251,6 +260,11 @@ def _mmap(at: int | None, size: int, protection: int, flags: int, file: int, off
 def _cover(address: int, size: int) -> int:
     """Lay inaccessible addresses over a range; never munmap, which would leave a hole for others. Return the errno."""
     return ctypes.get_errno() if _mmap(address, size, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0) is None else 0
+
+
+def _mprotect(address: int, size: int, protection: int) -> int:
+    """Change what may be done with a mapped range and return the errno."""
+    return ctypes.get_errno() if _libc().mprotect(address, size, protection) else 0
 
 
 def _fallocate(file: int, mode: int, offset: int, size: int) -> int:

@@ -29,7 +29,7 @@ class Mappings(NamedTuple):
 
 
 class Struck(NamedTuple):
-    """A range taken off the books: its reservation and what was mapped in it, by address."""
+    """A range of whole mappings: its reservation and what is mapped there, by address."""
 
     mapped: Intervals
     address: int
@@ -196,28 +196,32 @@ class Ledger:
         return struck
 
     def _strike(self, range_: MappedRange) -> Struck:
-        address, num_bytes = range_
-        self.check_size("unmap", num_bytes)
-        end = address + num_bytes
-        mapped = self._mapped_in("unmap", address, end)
-        handles: list[tuple[int, int]] = []
-        at = address
-        while at < end:
-            handle = self._at.get(at)
-            if handle is None:
-                raise self.breach("unmap", f"no mapping starts at {at:#x} in [{address:#x}, {end:#x})")
-            handles.append((at, handle))
-            at += self._sizes[handle]
-        if at != end:
-            raise self.breach("unmap", f"[{address:#x}, {end:#x}) ends inside a mapping")
-        mapped.remove(address, end)
-        for at, handle in handles:
+        struck = self.check_mapped("unmap", *range_)
+        struck.mapped.remove(struck.address, struck.end)
+        for at, handle in struck.handles:
             del self._at[at]
             left = self._uses[handle] - 1
             if left:
                 self._uses[handle] = left
             else:
                 del self._uses[handle]
+        return struck
+
+    def check_mapped(self, op: str, address: int, num_bytes: int) -> Struck:
+        """Refuse a range that is not made of whole mappings; return what is mapped there."""
+        self.check_size(op, num_bytes)
+        end = address + num_bytes
+        mapped = self._mapped_in(op, address, end)
+        handles: list[tuple[int, int]] = []
+        at = address
+        while at < end:
+            handle = self._at.get(at)
+            if handle is None:
+                raise self.breach(op, f"no mapping starts at {at:#x} in [{address:#x}, {end:#x})")
+            handles.append((at, handle))
+            at += self._sizes[handle]
+        if at != end:
+            raise self.breach(op, f"[{address:#x}, {end:#x}) ends inside a mapping")
         return Struck(mapped, address, end, handles)
 
     def columns(self, struck: Iterable[Struck]) -> Mappings:

@@ -69,6 +69,10 @@ class StrictDriver(Driver):
     def _unmap(self, addresses: array[int], sizes: array[int]) -> Outcome:
         """Unmap range after range until done or failed."""
 
+    def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
+        """Make whole mappings read-only or writable and return the code; only where the driver `can_protect`."""
+        raise NotImplementedError
+
     @abstractmethod
     def _error(self, op: str, code: int) -> DriverError:
         """The error for a code of this driver."""
@@ -201,6 +205,16 @@ class StrictDriver(Driver):
                 error = self._error(op, code)
                 error.completed = done
                 raise error
+
+    def protect(self, address: int, num_bytes: int, *, writable: bool) -> None:
+        self._enter()
+        if not self.can_protect:
+            super().protect(address, num_bytes, writable=writable)
+        with self._ledger.lock:
+            self._ledger.check_mapped("protect", address, num_bytes)
+            code = self._protect(address, num_bytes, writable=writable)
+        if code:
+            raise self._error("protect", code)
 
     def close(self) -> None:
         """Close the driver; handles that were left without a mapping are released. Twice, or in a fork, is fine."""

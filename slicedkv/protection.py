@@ -1,0 +1,153 @@
+"""`Protector`: with `debug`, pages that are shared are read-only, so that whatever writes there faults at once.
+
+Pages of a slot are read-only while another slot, active or idle, has them mapped too. Slots that are lost do not count,
+as they do not for copies on write: a request has pages read-only exactly as long as a step would copy them before it
+writes there. Whoever changes what is mapped does it inside `changing`. Where the driver refuses, pages stay as they are
+until the next change; a call that is about to write, or that promises that somebody may, calls `settle` itself first
+and fails.
+
+Knows neither lengths nor policy. Functions marked *token* are called by whoever holds the gate's work token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from .backing import Backing, Cut
+from .errors import DriverError, StateError
+from .slots import SlotTable
+
+__all__ = ["Protector", "changing"]
+
+
+class _Part(NamedTuple):
+    """Pages ``[first, end)`` of a slot, in every plane: one segment."""
+
+    slot: int
+    first: int
+    end: int
+
+    def overlaps(self, slot: int, first_page: int, end_page: int) -> bool:
+        return self.slot == slot and self.first < end_page and first_page < self.end
+
+
+class Protector:
+    """Which pages of one cache are read-only.
+
+    Parameters
+    ----------
+    backing : Backing
+        Over a driver that `can_protect`.
+    slots : SlotTable
+    """
+
+    def __init__(self, backing: Backing, slots: SlotTable) -> None:
+        self._backing = backing
+        self._slots = slots
+        self._gate = backing.pool.gate
+        self._perhaps: set[_Part] = set()  # may be read-only
+        self._surely: set[_Part] = set()  # are, as far as the driver can be trusted; all of them are in `_perhaps` too
+
+    @property
+    def slots(self) -> set[int]:
+        """Slots in which pages may be read-only. Lock held."""
+        return {part.slot for part in self._perhaps}
+
+    def hinders(self, slot: int, first_page: int, end_page: int) -> bool:
+        """True when one of these pages of a slot may be read-only. Lock held."""
+        return any(part.overlaps(slot, first_page, end_page) for part in self._perhaps)
+
+    def doubt(self, *cuts: Cut) -> None:
+        """*token* Note that pages were unmapped, or were to be and may be mapped again: nobody knows what they are."""
+        with self._gate.lock:
+            ranges = [cut[:3] for cut in cuts]
+            self._surely = {part for part in self._surely if not any(part.overlaps(*range_) for range_ in ranges)}
+
+    def settle(self) -> None:
+        """*token* Make pages read-only that are shared, and writable that are not any more.
+
+        The caller has made sure that no work that writes what is shared is left on the device.
+
+        Raises
+        ------
+        DriverError
+            The first refusal of the driver, after everything was tried.
+        """
+        if not self._perhaps and not self._backing.shared.alias_pages:
+            return
+        with self._gate.lock:
+            wanted = self._wanted()
+            self._perhaps &= self._mapped()
+            self._surely &= self._perhaps
+            opened, closed = self._perhaps - wanted, wanted - self._surely
+        failure: DriverError | None = None
+        for parts, writable in ((opened, True), (closed, False)):
+            for joined in _joined(parts):
+                try:
+                    self._protect(joined, writable=writable)
+                except DriverError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _wanted(self) -> set[_Part]:
+        """What is to be read-only. Lock held."""
+        shared, lost = self._backing.shared, self._slots.lost
+        in_use = self._slots.active | self._slots.idle
+        return {_Part(*span) for span in shared.spans(in_use, ignored=shared.mappings(lost))}
+
+    def _mapped(self) -> set[_Part]:
+        """What is mapped in the slots where something may be read-only, but for lost ones. Lock held."""
+        slots = self.slots - self._slots.lost
+        return {_Part(slot, *span) for slot in slots for span in self._backing.segment_spans(slot)}
+
+    def _protect(self, parts: list[_Part], *, writable: bool) -> None:
+        """*token* Make neighbouring parts of a slot read-only or writable."""
+        with self._gate.lock:  # for the time of the call, and after one that failed, nobody knows
+            self._perhaps.update(parts)
+            self._surely.difference_update(parts)
+        for plane in self._backing.reservations:
+            mapped = plane.mapped_range(parts[0].slot, parts[0].first, parts[-1].end)
+            self._backing.pool.driver.protect(*mapped, writable=writable)
+        with self._gate.lock:
+            (self._perhaps.difference_update if writable else self._surely.update)(parts)
+
+    def check_integrity(self) -> None:
+        """Raise `StateError` if pages are read-only that are not shared, or the other way round. Lock held.
+
+        What the driver refused is not looked at.
+        """
+        wanted = self._wanted()
+        for wrong, what in ((wanted - self._perhaps, "shared"), (self._surely - wanted, "read-only")):
+            if wrong:
+                slot, first, end = min(wrong)
+                raise StateError(f"slot {slot}: pages [{first}, {end}) are {what}, but not both shared and read-only")
+
+
+def _joined(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Neighbours together."""
+    run: list[_Part] = []
+    for part in sorted(parts):
+        if run and (run[-1].slot, run[-1].end) != (part.slot, part.first):
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+@contextmanager
+def changing(protector: Protector | None, *cuts: Cut) -> Iterator[None]:
+    """*token* Change what is mapped inside, unmapping `cuts` among others; with a protector, settle afterwards.
+
+    What the driver refuses is left for the next time: what was changed inside is done.
+    """
+    try:
+        yield
+    finally:
+        if protector is not None:
+            protector.doubt(*cuts)
+            with suppress(DriverError):
+                protector.settle()
