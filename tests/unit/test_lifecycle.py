@@ -50,6 +50,7 @@ def no_collection() -> Iterator[None]:
 
 # --- close ----------------------------------------------------------------------------------------------------------
 
+OPTIONS = {"debug", "protects_shared_pages"}
 USES: dict[str, Callable[[SlicedKVCache], object]] = {
     "kv_tensors": lambda cache: cache.kv_tensors,
     "k": lambda cache: cache.k(0),
@@ -63,6 +64,9 @@ USES: dict[str, Callable[[SlicedKVCache], object]] = {
     "shareable_pages": lambda cache: cache.shareable_pages(0, 1),
     "freeable_pages": lambda cache: cache.freeable_pages([0]),
     "is_active": lambda cache: cache.is_active(0),
+    "seq_len": lambda cache: cache.seq_len(0),
+    "truncate": lambda cache: cache.truncate(0, 0),
+    "check_writable": lambda cache: cache.check_writable([0], [0], [1]),
     "pages_needed": lambda cache: cache.pages_needed({0: 1}),
     "pages_available": lambda cache: cache.pages_available(),
     "can_admit": lambda cache: cache.can_admit(1),
@@ -82,7 +86,9 @@ USES: dict[str, Callable[[SlicedKVCache], object]] = {
 def test_a_closed_cache_refuses_every_call(rig: Rig, mapper: str) -> None:
     cache = rig.open(mapper=mapper)
     public = {name for name in dir(SlicedKVCache) if not name.startswith("_")}
-    assert set(USES) - {"__enter__"} == public - {"close", "closed", "layout", "pool"}, "the list above is complete"
+    assert set(USES) - {"__enter__"} == public - {"close", "closed", "layout", "pool", *OPTIONS}, (
+        "the list above is complete"
+    )
     assert cache.step({cache.alloc_reqid(100): 100})
     assert not cache.closed
     cache.close()
