@@ -47,6 +47,7 @@ class CacheMachine(SharingRules, MovingRules):
         eager_tokens=st.sampled_from([0, 50, "auto"]),
         reclaim_watermark=st.sampled_from([0.0, 0.1, 0.5]),
         swap_limit=st.sampled_from([None, SWAP_LIMIT]),
+        debug=st.booleans(),
         second=second_caches,
     )
     def open(
@@ -224,7 +225,7 @@ class CacheMachine(SharingRules, MovingRules):
     @precondition(lambda self: not self.faulty)
     @rule(
         rules=st.integers(1, 4),
-        op=st.sampled_from(["create", "map", "set_access", "unmap", "copy"]),
+        op=st.sampled_from(["create", "map", "set_access", "unmap", "protect", "copy"]),
         at=st.integers(1, 4),
         name=st.sampled_from(["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_UNKNOWN"]),
     )

@@ -130,6 +130,7 @@ def pause(offload: bool) -> Call:
 
 
 SHORT = {"limit_pages": 6}
+DEBUG = {"debug": True}
 ZEROING = {"zero_on_reuse": True, "limit_pages": 24}
 LOOK, ANOTHER, SWAP_IN, RELEASE = [look], [another], [swap_in], [release]
 LOOKERS: list[Call] = [LOOK, [check], ANOTHER]
@@ -312,6 +313,21 @@ PAIRS: dict[str, tuple[Call, list[Call], dict[str, Any]]] = {
             step(lone=20),
         ],
         ZEROING,
+    ),
+    "a step that copies on write where shared pages are read-only": (
+        [*step(sharer=150), *write("sharer", 1, 150)],
+        [free("source"), recycle("source"), rewind("source"), rewind("third"), swap_out("source"), LOOK],
+        DEBUG,
+    ),
+    "sharing where shared pages are read-only": (
+        share("lone", "empty", 70),
+        [free("lone"), recycle("lone"), recycle("empty"), free("third"), step(empty=200), LOOK],
+        DEBUG,
+    ),
+    "freeing a sharer where shared pages are read-only": (
+        [*free("child"), lambda world: world.cache.trim() >= 0],
+        [rewind("rewound"), recycle("rewound"), fork("rewound"), truncate("rewound", 1), swap_out("rewound")],
+        DEBUG,
     ),
     "a request that comes": (
         recycle("sharer"),
