@@ -118,9 +118,11 @@ class CacheConfig:
         limit, in whole pages; by default none.
     debug : bool
         Find writes that would damage what other requests read. Pages that requests share are mapped read-only where the
-        device can do that (see `SlicedKVCache.protects_shared_pages`), so that whatever writes there faults at once: on
-        the host with SIGSEGV. `append` of an attention backend refuses rows that no step has backed, or that lie in
-        shared pages. `share_prefix` and `fork` then wait for the current stream's work.
+        device can do that, so that whatever writes there faults at once: on the host with SIGSEGV, on a GPU with an
+        error that ends the context. A GPU driver may refuse; `SlicedKVCache.protects_shared_pages` tells. Everywhere
+        `append` of an attention backend refuses rows that no step has backed, or that lie in shared pages; so does
+        `plan(graph=True)`, as a replayed graph does not call `append`. Sharing whole pages then waits for the current
+        stream's work, and costs driver calls.
 
     Raises
     ------

@@ -41,9 +41,10 @@ class PrefixSharing(Facade):
         to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
         writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
         it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
-        over, the call waits for it, as it does for that of other freed requests when memory is short. Costs the
-        driver time of one mapping per handle. What another thread asks of one of the two requests meanwhile, such as
-        freeing it, happens after this call.
+        over, the call waits for it, as it does for that of other freed requests when memory is short. With `debug` it
+        also waits for the work queued on the current stream, as the pages become read-only. Costs the driver time of
+        one mapping per handle. What another thread asks of one of the two requests meanwhile, such as freeing it,
+        happens after this call.
 
         Parameters
         ----------
