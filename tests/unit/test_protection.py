@@ -475,3 +475,66 @@ def test_a_device_that_cannot_still_opens(rig: Rig, monkeypatch: pytest.MonkeyPa
         cache.check_writable([fork], [0], [1])
     assert rig.driver.counts["protect"] == 0
     cache.close()
+
+
+def test_a_pause_that_fails_leaves_shared_pages_read_only(rig: Rig) -> None:
+    cache = rig.open(debug=True, **QUIET)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    cache.fork(source)
+    protected = set(rig.fake.protected)
+    for at in range(1, 5):
+        rig.driver.fail("unmap", at=at)
+        with pytest.raises(DriverError, match="unmap"):
+            cache.pause(offload=True)
+        assert rig.fake.protected == shared_addresses(cache) == protected
+    cache.pause(offload=True)
+    assert rig.fake.protected == set()
+    cache.resume()
+    assert rig.fake.protected == set()
+    cache.close()
+
+
+def test_no_rows_come_back_into_pages_that_stay_read_only(rig: Rig) -> None:
+    cache = rig.open(debug=True, **QUIET | {"max_batch_size": 2})
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    handle = cache.swap_out(source)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    (fork,) = cache.fork(source)
+    rig.driver.fail("protect", times=REFUSED)
+    rig.fake.hold_fences = True
+    cache.free_reqid(source)
+    cache.free_reqid(fork)
+    rig.fake.finish_fences()
+    cache.prefetch(cache.alloc_reqid(), 0)  # the mapper's turn, who unmaps what the idle slot shares
+    assert rig.fake.protected != set()
+    with pytest.raises(DriverError, match="protect"):
+        cache.swap_in(handle)
+    assert not handle.released
+    rig.driver.heal()
+    back = cache.swap_in(handle)
+    assert back is not None
+    assert rig.fake.protected == shared_addresses(cache) == set()
+    cache.close()
+
+
+def test_the_sharers_of_a_request_whose_copy_failed_write_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = rig.open(debug=True, **QUIET)
+    source = cache.alloc_reqid()
+    assert cache.step({source: 4 * TOKENS})
+    (fork,) = cache.fork(source)
+    assert cache.step({fork: 2 * TOKENS})
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slicedkv.copying.Copier.copy", fail)
+        with pytest.raises(StateError, match="out of use"):
+            cache.step({fork: 4 * TOKENS})
+    assert cache._state.slots.lost == {fork}
+    assert not any(rig.fake.protected & addresses(cache, source, page) for page in range(4))
+    cache.check_integrity()
+    cache.close()
