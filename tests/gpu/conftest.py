@@ -34,11 +34,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str) -> str:
-    """Name the tests of an engine, who share a model of 10 GB; those of all layouts, who use the same kernels."""
+    """Name the tests that one worker runs: an engine's, who share a model of 10 GB, and all layouts', who share kernels.
+
+    Those that need much memory are one after the other.
+    """
     file, _, test = nodeid.partition("::")
     if "engine" in file:
         return file
+    if "long_prompts" in test:  # each takes up to 28 GB to compare with
+        return f"long prompts, {'flashinfer' in test}"
     return nodeid if "flashinfer" in test else LAYOUTS.sub("", nodeid)
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    """What torch keeps for later the tests in other processes have no use for."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

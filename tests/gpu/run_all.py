@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/gpu", "tests/contract")  # of all tests marked gpu
-WORKERS = 10
+WORKERS = 8
 """A test takes up to 9 GB of the GPU's memory, and two workers have a model of 10 GB."""
 WAIT_S = 600
 """For a test that waits for a compiler beside others."""
