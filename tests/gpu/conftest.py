@@ -34,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str) -> str:
-    """Name the tests that one worker runs: an engine's, who share a model of 10 GB, and all layouts', who share kernels.
+    """Name the tests that one worker runs: an engine's, who share a model of 10 GB, or all layouts', who share kernels.
 
     Those that need much memory are one after the other.
     """

@@ -12,7 +12,7 @@ from slicedkv import SlicedKVCache, StateError
 from slicedkv.attention import Batch, open_backend
 from slicedkv.vmm import open_driver
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 LAYOUTS = ("sliced", "interleaved", "per_layer")
 MakeCache = Callable[..., SlicedKVCache]
 
