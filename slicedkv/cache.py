@@ -42,7 +42,8 @@ __all__ = ["SlicedKVCache"]
 class SlicedKVCache(PrefixSharing, MovableMemory):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
-    Every public method may be called from any thread. None waits for the GPU unless it says so. With `mapper="sync"`
+    Every public method may be called from any thread, see `slicedkv.holds`; on a thread that is in the middle of
+    another call only `free_reqid` may be. None waits for the GPU unless it says so. With `mapper="sync"`
     any may wait, for at most 4 s, for driver calls of another thread.
 
     Parameters
@@ -193,8 +194,12 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its pages stay for the next request in the slot and are unmapped only when needed elsewhere,
-        after the work queued so far on the current stream is done. Works while paused, too; waits for a `pause` that is
-        under way.
+        after the work queued so far on the current stream is done. Works while paused, too.
+
+        Where another thread's call uses them, the pages stay in use until it is over, and the slot with them; this call
+        does not wait for that. It waits for a `pause` or a `swap_out` of the request that is under way. In a signal's
+        handler or a finalizer that interrupts a call of this thread, the end is noted, and takes effect with the next
+        call.
 
         Raises
         ------
@@ -213,7 +218,7 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
         The request goes on from there, as a request of that length. Pages are unmapped in the background, with
         `mapper="sync"` by a later call, after the work queued so far on the current stream; until then they count as
-        available. What other requests share of them stays with those.
+        available. What other requests share of them stays with those, and an extent that is needed in part stays whole.
 
         Parameters
         ----------
@@ -241,7 +246,9 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
         Costs a vector comparison when nothing has to grow. Otherwise maps what is missing, waiting for the mapper
         where it is at it and, when memory is short, for device work of freed requests. A request that shares pages
-        gets its own copy of those it may write now, see `slicedkv.writing`; that waits for the current stream.
+        gets its own copy of those it may write now, see `slicedkv.writing`; that waits for the current stream, and the
+        rows it keeps in them are unmapped for a moment, so no other stream or thread may read them meanwhile. Where
+        another thread's call is at one of the requests, the step comes after that call.
 
         Parameters
         ----------
@@ -258,7 +265,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         Raises
         ------
         ConfigError, StateError
-            A length is out of range, or given for a reqid that is not active; nothing was changed.
+            A length is out of range, or given for a reqid that is not active, also when its request ended while the
+            call waited; nothing was changed.
         DriverError
             The driver failed for another reason than memory; no request lost anything.
         LostSlotsError

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from .gate import Claim, Gate
 
 __all__ = ["Holds"]
@@ -37,24 +39,43 @@ class Holds:
         self._gate = gate
         self._claim: Claim | None = None
         self._slots: set[int] = set()
+        self._lens: torch.Tensor | None = None
         self.claims: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.leaving: set[int] = set()
 
     @property
-    def slots(self) -> set[int]:
-        """Held slots. None when the call was interrupted and could not let go: the token it had is gone."""
-        return self._slots if self._slots and self._gate.claim is self._claim else set()
+    def _is_live(self) -> bool:
+        """False when nothing is held, or when the call was interrupted and could not let go: its token is gone."""
+        return self._claim is not None and self._gate.claim is self._claim
+
+    def has(self, slot: int) -> bool:
+        """True when a slot is held."""
+        return self._is_live and (slot in self._slots or (self._lens is not None and bool(self._lens[slot] > 0)))
+
+    def meet(self, lens: torch.Tensor) -> bool:
+        """True when a slot with a length above 0 in `lens`, ``[B]`` int64, is held."""
+        if not self._is_live:
+            return False
+        if any(lens[slot] > 0 for slot in self._slots):
+            return True
+        return self._lens is not None and bool(((self._lens > 0) & (lens > 0)).any())
 
     def add(self, slots: Iterable[int]) -> None:
         """Hold these slots, too, until `clear`. *token*"""
         self._claim = self._gate.claim
         self._slots.update(slots)
 
+    def add_all(self, lens: torch.Tensor) -> None:
+        """Hold every slot with a length above 0 in `lens`: thousands, without a loop over them. *token*"""
+        self._claim = self._gate.claim
+        self._lens = lens.clone()
+
     def clear(self) -> None:
         """Let go of everything."""
         self._claim = None
         self._slots.clear()
+        self._lens = None
         self.claims.clear()
         self.emptied.clear()
         self.leaving.clear()

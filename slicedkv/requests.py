@@ -154,7 +154,7 @@ class Requests:
         with state.gate.lock:
             state.require_running()
             state.slots.require_active(slot)
-            if slot not in state.holds.slots:
+            if not state.holds.has(slot):
                 self._truncate(slot, seq_len)
                 return
         with state.work("truncate", slot) as tickets, state.gate.lock:

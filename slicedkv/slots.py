@@ -6,6 +6,7 @@ cache calls it with its gate's lock held.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 
 from .errors import OutOfSlotsError, StateError
@@ -23,6 +24,9 @@ class SlotTable:
 
     Attributes
     ----------
+    requests : array of int
+        Of each slot, how many requests it has had, counting the one it has; less than 1, the same number negated, when
+        nobody has it. So a number above 0 that is the same as before stands for the same request.
     reads : dict of int to Fence
         Copies that may still read an active slot's rows, perhaps on another stream than its request's.
     """
@@ -33,7 +37,7 @@ class SlotTable:
         self._active: set[int] = set()
         self._idle: set[int] = set(range(num_slots))
         self._ending: set[int] = set()
-        self._generations = [0] * num_slots
+        self.requests = array("q", bytes(8 * num_slots))
         self._fences: dict[int, Fence] = {}
 
     @property
@@ -67,7 +71,7 @@ class SlotTable:
 
     def has_request(self, reqid: int) -> bool:
         """True when a request has the slot and was not ended."""
-        return reqid in self._active and reqid not in self._ending
+        return 0 <= reqid < self.num_slots and self.requests[reqid] > 0
 
     def require_active(self, reqid: int) -> None:
         """Raise `StateError` unless `reqid` names a request."""
@@ -79,21 +83,21 @@ class SlotTable:
 
     def generation(self, slot: int) -> int:
         """How many requests the slot has had: the same number means the same request, while it is active."""
-        return self._generations[slot]
+        return abs(self.requests[slot])
 
     def tickets(self, reqids: Iterable[int]) -> dict[int, int]:
         """The generation of each of these requests, for `require_same`; `StateError` when one is not active."""
         found = {}
         for reqid in reqids:
             self.require_active(reqid)
-            found[reqid] = self._generations[reqid]
+            found[reqid] = self.requests[reqid]
         return found
 
     def require_same(self, tickets: Mapping[int, int]) -> None:
         """Raise `StateError` unless each request is still the one that its ticket was taken for."""
         for reqid, generation in tickets.items():
             self.require_active(reqid)
-            if self._generations[reqid] != generation:
+            if self.requests[reqid] != generation:
                 raise StateError(
                     f"reqid {reqid} is not active; it was freed while this call waited, and its slot is another "
                     "request's now"
@@ -135,18 +139,23 @@ class SlotTable:
             )
         self._idle.remove(slot)
         self._active.add(slot)
-        self._generations[slot] += 1
+        self.requests[slot] = self.generation(slot) + 1
         return slot
 
     def deactivate(self, slot: int) -> None:
         """Undo `activate`: the slot is idle again, behind the fence it had."""
+        self._end(slot)
         self._ending.discard(slot)
-        self.reads.pop(slot, None)
         self._active.remove(slot)
         self._idle.add(slot)
 
+    def _end(self, slot: int) -> None:
+        self.requests[slot] = -self.generation(slot)
+        self.reads.pop(slot, None)
+
     def set_ending(self, slot: int, fence: Fence) -> None:
         """End a request whose pages a call still uses; `fence` marks the end of the work of the request itself."""
+        self._end(slot)
         self._ending.add(slot)
         self._fences[slot] = fence
 
@@ -158,10 +167,10 @@ class SlotTable:
 
     def lose(self, slot: int) -> None:
         """Never hand out `slot` again."""
+        self._end(slot)
         self._idle.discard(slot)
         self._active.discard(slot)
         self._ending.discard(slot)
-        self.reads.pop(slot, None)
 
     def fence(self, slot: int) -> Fence | None:
         """The fence that must be done before anything behind the slot's old request is unmapped, or None."""

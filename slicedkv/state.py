@@ -196,7 +196,7 @@ class CacheState:
 
     def end_or_put_off(self, slot: int, fence: Fence) -> None:
         """End a request for everybody; where a call under way holds its slot, its pages stay until that is over."""
-        if slot in self.holds.slots:
+        if self.holds.has(slot):
             self.slots.set_ending(slot, fence)
         else:
             self.end(slot, fence)
@@ -260,9 +260,11 @@ class CacheState:
         StateError
             A request is not active; the cache is closed, or paused. See also `Gate.work`. Nothing was changed.
         """
-        with self.gate.lock:
-            self._require_open(paused=paused)
-            tickets = self.slots.tickets(reqids)
+        tickets: Mapping[int, int] = {}
+        if reqids:
+            with self.gate.lock:
+                self._require_open(paused=paused)
+                tickets = self.slots.tickets(reqids)
         with self.gate.work(purpose):
             try:
                 with self.gate.lock:

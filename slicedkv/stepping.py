@@ -46,6 +46,8 @@ class Stepper:
         self._copy_on_write = copy_on_write
         self._zeroer = zeroer
         self._mutex = state.gate.mutex
+        with torch.inference_mode(False):
+            self._requests = torch.frombuffer(state.slots.requests, dtype=torch.int64)
 
     def step(self, lens: torch.Tensor) -> bool:
         """Map what is missing for `lens` (``[B]`` int64); see `SlicedKVCache.step`."""
@@ -55,11 +57,12 @@ class Stepper:
             state.require_running()
             state.counters.steps += 1
             state.pace.step_at(started)
-            quiet, held = state.lengths.is_quiet(lens), self._is_held(lens)
+            quiet, held = state.lengths.is_quiet(lens), state.holds.meet(lens)
             if state.protector is not None:
                 held = held or self._copy_on_write.is_hindered(lens, state.protector)
             if held or (self._zeroer is not None and self._zeroer.is_needed(lens)):
                 state.lengths.check_range(lens)
+                self._require_same(lens, self._requests)
             elif quiet:
                 self._advance(lens)
                 state.counters.last_step = _QUIET
@@ -70,12 +73,17 @@ class Stepper:
                     self._settle(lens, _QUIET, due=True)
                     return True
                 self._note_late(late)
-        return self._step_with_token(lens, started, stalled=held or not quiet)
+            tickets = self._requests.clone()
+        return self._step_with_token(lens, tickets, started, stalled=held or not quiet)
 
-    def _is_held(self, lens: torch.Tensor) -> bool:
-        """True when another thread's call is at one of the requests. Lock held."""
-        slots = self._state.holds.slots
-        return bool(slots) and any(lens[slot] > 0 for slot in slots)
+    def _require_same(self, lens: torch.Tensor, tickets: torch.Tensor) -> None:
+        """Raise `StateError` unless all requests of a step are there, and are those of the tickets. Lock held."""
+        if self._requests is not tickets and torch.equal(self._requests, tickets):
+            return  # nobody came or went meanwhile, and all were there when the tickets were taken
+        gone = (lens > 0) & ((self._requests != tickets) | (tickets <= 0))
+        if gone.any():
+            slot = int(gone.nonzero()[0])
+            self._state.slots.require_same({slot: int(tickets[slot])})
 
     def _advance(self, lens: torch.Tensor) -> None:
         """Note the lengths of a step that is True. Lock held.
@@ -132,12 +140,13 @@ class Stepper:
         self._state.unscheduled = True
         self._mapper.wake(due=due)
 
-    def _step_with_token(self, lens: torch.Tensor, started: float, *, stalled: bool) -> bool:
+    def _step_with_token(self, lens: torch.Tensor, tickets: torch.Tensor, started: float, *, stalled: bool) -> bool:
         """Map what is missing, copy and zero what must be, on the calling thread; zeroing alone is no stall."""
         state = self._state
-        with state.work("step", *lens.nonzero().flatten().tolist()) as tickets:
+        with state.work("step"):
             with state.gate.lock:
-                state.hold(tickets)
+                self._require_same(lens, tickets)
+                state.holds.add_all(lens)
                 growths = self.growths(lens)
                 state.holds.claims.update(self._claims(lens))
             begun = time.perf_counter()
