@@ -321,7 +321,8 @@ PAIRS: dict[str, tuple[Call, list[Call], dict[str, Any]]] = {
     ),
     "sharing where shared pages are read-only": (
         share("lone", "empty", 70),
-        [free("lone"), recycle("lone"), recycle("empty"), free("third"), step(empty=200), LOOK],
+        # Not `recycle`: a share that comes after it would be one of the new request, which then writes what it shares.
+        [free("lone"), free("empty"), free("third"), step(empty=200), LOOK],
         DEBUG,
     ),
     "freeing a sharer where shared pages are read-only": (
