@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from memory_probe import is_readable
 from rig import assert_stamped, settle, stamp, used_bytes
 
-from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache
+from slicedkv import ConfigError, OutOfPagesError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm import MemoryInfo
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -254,3 +255,19 @@ def test_pool_that_is_not_a_multiple_of_the_granularity_is_refused(make_cache: M
     driver = make_cache().pool.driver
     with pytest.raises(ConfigError, match="multiple of 4096"):
         PagePool(driver, page_bytes=5000, memory_limit=MIB)
+
+
+@pytest.mark.parametrize("column", ["touched", "backed", "trigger", "shared", "_last"])
+def test_lengths_of_an_idle_slot_are_found(open_cache: Callable[..., Any], column: str) -> None:
+    """A request that came to this slot would begin with tokens it never had."""
+    cache, _, _ = open_cache(mapper="sync")
+    reqid = cache.alloc_reqid()
+    assert cache.step({reqid: 10})
+    cache.free_reqid(reqid)
+    cache.check_integrity()
+    lengths = cache._state.lengths
+    getattr(lengths, column)[reqid] = 7
+    with pytest.raises(StateError, match=f"slot {reqid} is idle but has lengths"):
+        cache.check_integrity()
+    getattr(lengths, column)[reqid] = 0
+    cache.check_integrity()
