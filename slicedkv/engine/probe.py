@@ -95,17 +95,18 @@ def _tolerance(dtype: torch.dtype, cache_dtype: torch.dtype) -> float:
 
 
 def _prompts(model: PreTrainedModel, cache: SlicedKVCache, attempt: int) -> list[_Prompt]:
-    config, longest = decoder_config(model), cache.layout.max_seq_len
+    longest = cache.layout.max_seq_len
     lengths = [min(length + 1, longest) for length in _PROMPT_TOKENS][-cache.layout.max_batch_size :]
-    tokens = iter(_tokens(config, sum(lengths), attempt))
+    tokens = iter(_tokens(model, sum(lengths), attempt))
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     starts = [0] * (len(prompts) - 1) + [longest - lengths[-1]]
     return [_Prompt(*one) for one in zip(prompts, starts, strict=True)]
 
 
-def _tokens(config: Any, count: int, attempt: int) -> list[int]:
+def _tokens(model: PreTrainedModel, count: int, attempt: int) -> list[int]:
     """Return ordinary tokens from all over the vocabulary: none that stands for padding, a picture or an end."""
-    fields = config.to_dict().items()
+    config = decoder_config(model)
+    fields = [*model.config.to_dict().items(), *config.to_dict().items()]
     special = {value for name, value in fields if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special] or [0]
     return [

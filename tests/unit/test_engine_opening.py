@@ -11,6 +11,7 @@ from tiny_models import DYNAMIC
 
 from slicedkv.attention.triton import TritonBackend
 from slicedkv.engine import Engine, SamplingParams, opening
+from slicedkv.engine import probe as probing
 from slicedkv.engine.graphs import DecodeGraphs
 from slicedkv.errors import BackendUnavailableError, ConfigError, DriverError, StateError
 from slicedkv.integrations.servable import moving_rope
@@ -75,6 +76,13 @@ def test_each_part_gets_it_back_when_opening_fails_half_way(llava, monkeypatch, 
             Engine(llava, **OPTIONS)
     assert attentions(llava) == before
     assert [cache.closed for cache in opened] == [True]
+
+
+def test_tokens_that_stand_for_a_picture_are_not_probed_with(llava, monkeypatch):
+    """Whichever part's config names them."""
+    for token in probing._tokens(llava, 7, 0):
+        monkeypatch.setattr(llava.config, "image_token_index", token)
+        assert token not in probing._tokens(llava, 7, 0)
 
 
 def test_attention_that_fails_to_be_set_is_set_back(llava, monkeypatch):

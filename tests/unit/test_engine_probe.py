@@ -11,7 +11,6 @@ from tiny_models import CAUSAL, DYNAMIC, build
 from slicedkv.engine import Engine, SamplingParams, opening
 from slicedkv.engine import probe as probing
 from slicedkv.errors import ConfigError
-from slicedkv.integrations import servable
 
 KIB = 1 << 10
 FREE = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -198,12 +197,13 @@ def test_rounding_stays_far_below_what_is_allowed(tiny_model, monkeypatch, dtype
 
 
 def test_ordinary_tokens_are_chosen(tiny_model):
-    config = servable.decoder_config(tiny_model())
-    chosen = probing._tokens(config, 7, 0)
+    model = tiny_model()
+    config = model.config
+    chosen = probing._tokens(model, 7, 0)
     assert len(set(chosen)) == 7
     assert not {config.pad_token_id, config.bos_token_id, config.eos_token_id} & set(chosen)
     assert max(chosen) < config.vocab_size
-    assert max(probing._tokens(config, 7, 2)) < config.vocab_size
+    assert max(probing._tokens(model, 7, 2)) < config.vocab_size
 
 
 def test_a_machine_that_fails_is_not_the_models_fault(tiny_model, monkeypatch):
