@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,12 @@ KIB, MIB = 1 << 10, 1 << 20
 def _one_thread() -> None:
     """Small tensors gain nothing from more, and threads that wait for each other are slow on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_interrupts() -> None:
+    """A test run in the background of a shell ignores SIGINT, and so would what it starts; tests send it themselves."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 
 def run(path: Path, *words: str, code: str = "from slicedkv.__main__ import run; sys.exit(run())") -> tuple[int, str]:
     """Run the command as its script does, with modules of `path` before all others; return exit code and output."""
-    # A test run in the background of a shell ignores the signal, and so would what it starts.
-    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    script = f"{heed}sys.path.insert(0, {str(path)!r}); sys.argv = {['slicedkv', *words]!r}; {code}"
+    script = f"import sys; sys.path.insert(0, {str(path)!r}); sys.argv = {['slicedkv', *words]!r}; {code}"
     done = subprocess.run([sys.executable, "-c", script], stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=60)
     return done.returncode, done.stdout
 
