@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from .change import Alias, Change, Cut, Swap
 from .errors import DriverError, LostSlotsError, StateError
 from .layout import KVLayout
 from .page_pool import PagePool
-from .placement import Alias, Cut, Growth, Piece, Swap, divide, lay_out
+from .placement import Piece, divide, lay_out
 from .reservation import Reservation, map_runs
 from .segments import Segments
 from .shared_pages import SharedPages
 from .vmm.base import MappedRange, Run
 
-__all__ = ["Alias", "Backing", "Cut", "Growth", "Swap"]
+__all__ = ["Backing"]
 
 
 class Backing:
@@ -53,8 +54,6 @@ class Backing:
         self._mapped = [0] * layout.max_batch_size
         self._leaving = 0  # pages per plane struck off and not unmapped yet
         self.shared = SharedPages(self._segments, pool.references, layout.num_planes)
-        with pool.gate.lock:
-            pool.attach(self)
 
     def mapped(self, slot: int) -> int:
         """Pages per plane mapped for a slot."""
@@ -88,11 +87,11 @@ class Backing:
         """A copy of the segments that lie wholly in the first `pages` pages of a slot. Lock held."""
         return self._segments[slot].within(pages)
 
-    def grow(self, growths: Sequence[Growth], aliases: Sequence[Alias] = (), swaps: Sequence[Swap] = ()) -> int:
-        """*token* Map more pages behind several slots in one driver batch; return the number of extents used.
+    def grow(self, change: Change) -> int:
+        """*token* Map what a change asks for in one driver batch; return the number of extents used.
 
-        Growth comes after the alias of the same slot. For swaps the caller has made sure that no work that uses the
-        pages is left on the device; what they held must be copied from another slot that has them mapped.
+        For swaps the caller has made sure that no work that uses the pages is left on the device. The caller then
+        copies what they held from another slot that has them mapped.
 
         Raises
         ------
@@ -102,14 +101,14 @@ class Backing:
             What these slots have mapped is unknown, see `unmap`.
         """
         free_before = self.pool.free_pages
-        pieces = self._pieces(growths, aliases, swaps)
+        pieces = self._pieces(change)
         planes, extent_pages = self.layout.num_planes, self.pool.extent_pages
         divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
         handles = self.pool.take(planes * sum(d.pages for d in divisions), planes * sum(d.extents for d in divisions))
         failure: DriverError | None = None
         try:
             segments, runs = lay_out(self.reservations, pieces, divisions, handles, extent_pages)
-            self._exchange([swap.cut for swap in swaps], [*self._alias_runs(aliases), *runs])
+            self._exchange([swap.cut for swap in change.swaps], [*self._alias_runs(change.aliases), *runs])
         except BaseException as error:
             if not (isinstance(error, DriverError) and error.left_behind):
                 with self.pool.gate.lock:
@@ -118,22 +117,22 @@ class Backing:
                 raise
             failure = error
         with self.pool.gate.lock:
-            self._note_aliases(aliases)
-            for (slot, _), added in zip(growths, segments, strict=False):
+            self._note_aliases(change.aliases)
+            for (slot, _), added in zip(change.growths, segments, strict=False):
                 self._segments[slot].extend(added)
                 self._mapped[slot] += added.pages
-            self._note_swaps(swaps, segments[len(growths) :])
+            self._note_swaps(change.swaps, segments[len(change.growths) :])
         if failure is not None:
-            slots = sorted({piece.slot for piece in pieces} | {alias.slot for alias in aliases})
+            slots = sorted({piece.slot for piece in pieces} | {alias.slot for alias in change.aliases})
             message = f"reqids {slots} could neither be mapped nor left as they were ({failure})"
             raise LostSlotsError(f"{message}; out of use until the cache is closed", tuple(slots)) from failure
         return len(handles.extents)
 
-    def _pieces(self, growths: Iterable[Growth], aliases: Iterable[Alias], swaps: Iterable[Swap]) -> list[Piece]:
+    def _pieces(self, change: Change) -> list[Piece]:
         """What needs new handles, and from which page on."""
-        ahead = {alias.slot: alias.segments.pages for alias in aliases}
-        pieces = [Piece(slot, self._mapped[slot] + ahead.get(slot, 0), pages) for slot, pages in growths]
-        return [*pieces, *(Piece(swap.cut.slot, swap.cut.first_page, swap.pages) for swap in swaps)]
+        ahead = {alias.slot: alias.segments.pages for alias in change.aliases}
+        pieces = [Piece(slot, self._mapped[slot] + ahead.get(slot, 0), pages) for slot, pages in change.growths]
+        return [*pieces, *(Piece(swap.cut.slot, swap.cut.first_page, swap.pages) for swap in change.swaps)]
 
     def _alias_runs(self, aliases: Iterable[Alias]) -> Iterator[Run]:
         """What maps the segments of aliases at the start of their slots."""

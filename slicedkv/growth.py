@@ -6,28 +6,21 @@ Both functions are called by whoever holds the gate's work token (*token*). Who 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-from .backing import Alias, Growth, Swap
+from .change import Change
 from .errors import LostSlotsError, OutOfPagesError
 from .protection import changing
 from .reclaim import take_back
 from .state import CacheState
 
-__all__ = ["Reason", "grow_now", "grow_slots", "new_pages"]
+__all__ = ["Reason", "grow_now", "grow_slots"]
 
 Reason = Literal["growth", "prefetch", "lookahead", "eager", "stock", "reclaim"]
 
 
-def grow_slots(
-    state: CacheState,
-    growths: Sequence[Growth],
-    reason: Reason,
-    aliases: Sequence[Alias] = (),
-    swaps: Sequence[Swap] = (),
-) -> None:
-    """*token* Map more pages behind slots and bring books and counters in line; see `Backing.grow`.
+def grow_slots(state: CacheState, change: Change, reason: Reason) -> None:
+    """*token* Make a change and bring books and counters in line; see `Backing.grow`.
 
     Raises
     ------
@@ -36,38 +29,36 @@ def grow_slots(
     LostSlotsError
         What these slots have mapped is unknown; they are out of use.
     """
-    with changing(state.protector, *(swap.cut for swap in swaps)):
+    with changing(state.protector, *(swap.cut for swap in change.swaps)):
         try:
-            extents = state.backing.grow(growths, aliases, swaps)
+            extents = state.backing.grow(change)
         except LostSlotsError as error:
             with state.gate.lock:
                 for slot in error.slots:
                     state.lose(slot)
-                for alias in aliases:  # its pages may be mapped in the lost slot too
+                for alias in change.aliases:  # its pages may be mapped in the lost slot too
                     state.note_shared(alias.source)
             raise
     with state.gate.lock:
         pages = 0
-        for slot, added in growths:
+        for slot, added in change.growths:
             pages += added
             if reason == "eager" and not state.slots.is_active(slot):
                 state.eager[slot] = state.eager.get(slot, 0) + added
             state.note_mapped(slot)
-        for alias in aliases:  # also when what follows fails
+        for alias in change.aliases:  # also when what follows fails
             state.note_shared(alias.slot)
             state.note_shared(alias.source)
         counters, name = state.counters, f"pages_{reason}"
         setattr(counters, name, getattr(counters, name) + pages * state.layout.num_planes)
         counters.extents_mapped += extents
         planes = state.layout.num_planes
-        counters.pages_shared += sum(alias.segments.pages for alias in aliases) * planes
-        counters.pages_copied += sum(swap.pages for swap in swaps) * planes
+        counters.pages_shared += sum(alias.segments.pages for alias in change.aliases) * planes
+        counters.pages_copied += sum(swap.pages for swap in change.swaps) * planes
 
 
-def grow_now(
-    state: CacheState, growths: Sequence[Growth], aliases: Sequence[Alias] = (), swaps: Sequence[Swap] = ()
-) -> None:
-    """*token* Map pages a call needs now, taking margin and idle pages back where memory is short.
+def grow_now(state: CacheState, change: Change) -> None:
+    """*token* Make a change that a call needs now, taking margin and idle pages back where memory is short.
 
     What the call needs of the margin is in `state.holds.claims` and stays.
 
@@ -78,17 +69,12 @@ def grow_now(
     DriverError
         The driver failed for another reason than memory.
     """
-    need = new_pages(state, growths, swaps)
+    need = change.pages * state.layout.num_planes
     take_back(state, need)
     try:
-        grow_slots(state, growths, "growth", aliases, swaps)
+        grow_slots(state, change, "growth")
     except OutOfPagesError:
         # The device holds less than the limit promises: count on what it says it has, and take back the rest.
         on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
         take_back(state, need, creatable=min(on_device, state.pool.creatable_pages))
-        grow_slots(state, growths, "growth", aliases, swaps)
-
-
-def new_pages(state: CacheState, growths: Sequence[Growth], swaps: Sequence[Swap]) -> int:
-    """Pages over all planes that must be had from the pool."""
-    return (sum(pages for _, pages in growths) + sum(swap.pages for swap in swaps)) * state.layout.num_planes
+        grow_slots(state, change, "growth")

@@ -8,9 +8,7 @@ the gate's work token (methods marked *token*). Caches may share a pool; they th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
-from weakref import WeakSet
+from typing import NamedTuple
 
 from .checks import check_int
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
@@ -20,14 +18,7 @@ from .references import Handles, References
 from .unique import Unique
 from .vmm.base import Driver
 
-__all__ = ["HandleOwner", "Handles", "PagePool"]
-
-
-class HandleOwner(Protocol):
-    """Somebody who maps handles of a pool."""
-
-    def mapped_handles(self) -> Iterable[int]:
-        """Every handle it has mapped, once per mapping."""
+__all__ = ["PagePool"]
 
 
 class PagePool(Unique):
@@ -69,7 +60,6 @@ class PagePool(Unique):
         self._free = Handles([], [])
         self.references = References(self.extent_pages)
         self._created_pages = 0
-        self._owners: WeakSet[HandleOwner] = WeakSet()
         self._limit_pages = self.pages_in_limit(memory_limit)
 
     def __repr__(self) -> str:
@@ -254,19 +244,15 @@ class PagePool(Unique):
             self._created_pages -= count
         self.driver.release_batch(handles.pages + handles.extents)
 
-    def attach(self, owner: HandleOwner) -> None:
-        """Note somebody who maps handles of this pool; it is forgotten when it is collected. Lock held."""
-        self._owners.add(owner)
-
     def check_integrity(self) -> None:
-        """Compare the books with what the owners of the handles have mapped.
+        """Compare the books with what the caches of the pool have mapped.
 
         Raises
         ------
         StateError
             An invariant is broken. Call with the lock held and no driver work under way.
         """
-        found = Counter(handle for owner in self._owners for handle in owner.mapped_handles())
+        found = Counter(handle for member in self.shares.members for handle in member.backing.mapped_handles())
         self.references.check(dict(found), self._free)
         mapped = self.references.mapped_pages
         if self._created_pages != self.free_pages + mapped:

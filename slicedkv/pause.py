@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .backing import Growth
+from .change import Change, Growth
 from .errors import StateError
 from .growth import grow_now
 from .host_pool import HostSpan
@@ -137,7 +137,7 @@ class Pauser:
         missing = {slot: state.layout.pages_for(seq_len) - state.backing.mapped(slot) for slot, seq_len in lens.items()}
         growths = tuple(Growth(slot, pages) for slot, pages in missing.items() if pages > 0)
         if growths:
-            grow_now(state, growths)
+            grow_now(state, Change(growths))
         try:
             self._mover.copy_in(rows)
         except BaseException:

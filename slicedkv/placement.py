@@ -1,4 +1,4 @@
-"""Where handles go when pages are mapped: the records of what is asked for, and the arithmetic from them to runs.
+"""Where handles go when pages are mapped: the arithmetic from pieces of slots to segments and runs.
 
 Knows neither the pool nor any driver's calls; `backing` carries out what is laid out here.
 """
@@ -14,48 +14,7 @@ from .reservation import Reservation
 from .segments import Segments
 from .vmm.base import Run
 
-__all__ = ["Alias", "Cut", "Growth", "Piece", "Swap", "divide", "lay_out"]
-
-
-class Growth(NamedTuple):
-    """`pages` more pages per plane for a slot."""
-
-    slot: int
-    pages: int
-
-
-class Alias(NamedTuple):
-    """The first segments of slot `source`, to be mapped at the start of a slot that has nothing mapped."""
-
-    slot: int
-    source: int
-    segments: Segments
-
-
-class Cut(NamedTuple):
-    """Pages ``[first_page, end_page)`` of a slot that are to be unmapped."""
-
-    slot: int
-    first_page: int
-    end_page: int
-    segments: Segments
-
-    @property
-    def pages(self) -> int:
-        """Pages per plane."""
-        return self.end_page - self.first_page
-
-
-class Swap(NamedTuple):
-    """A slot's segments ``[first, first + len(cut.segments.sizes))``, to be replaced by as many pages of its own."""
-
-    cut: Cut
-    first: int
-
-    @property
-    def pages(self) -> int:
-        """Pages per plane."""
-        return self.cut.pages
+__all__ = ["Piece", "divide", "lay_out"]
 
 
 class Piece(NamedTuple):
@@ -69,8 +28,8 @@ class Piece(NamedTuple):
 class Division(NamedTuple):
     """Handles per plane for one piece."""
 
-    extents: int
     pages: int
+    extents: int
 
 
 def divide(pieces: Sequence[Piece], extents: int, extent_pages: int) -> list[Division]:
@@ -79,7 +38,7 @@ def divide(pieces: Sequence[Piece], extents: int, extent_pages: int) -> list[Div
     for *_, pages in pieces:
         count = min(pages // extent_pages, extents)
         extents -= count
-        found.append(Division(count, pages - count * extent_pages))
+        found.append(Division(pages=pages - count * extent_pages, extents=count))
     return found
 
 
@@ -92,11 +51,12 @@ def lay_out(
 ) -> tuple[list[Segments], list[Run]]:
     """Give each piece its handles: segments for the books, runs for the driver."""
     planes = len(reservations)
-    sources = ((iter(handles.extents), extent_pages), (iter(handles.pages), 1))
+    spare_pages, spare_extents = iter(handles.pages), iter(handles.extents)
     segments, runs = [], []
-    for (slot, page, _), counts in zip(pieces, divisions, strict=True):
+    for (slot, page, _), division in zip(pieces, divisions, strict=True):
         added = Segments()
-        for count, (source, handle_pages) in zip(counts, sources, strict=True):
+        in_order = ((division.extents, spare_extents, extent_pages), (division.pages, spare_pages, 1))
+        for count, source, handle_pages in in_order:
             mine = list(islice(source, count * planes))
             for index, plane in enumerate(reservations if count else ()):
                 runs.append(plane.run(slot, page, mine[index * count : (index + 1) * count], handle_pages))

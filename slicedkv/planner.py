@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from statistics import median_low
 from typing import NamedTuple
 
-from .backing import Growth
+from .change import Change, Growth
 from .growth import Reason, grow_slots
 from .reclaim import reclaim_slot
 from .state import CacheState
@@ -84,7 +84,7 @@ class Planner:
         self._set_slots(frozenset(growth.slot for growth in work.growths))
         try:
             if work.growths:
-                grow_slots(self.state, work.growths, work.reason)
+                grow_slots(self.state, Change(work.growths), work.reason)
             elif work.reason == "stock":
                 self.state.pool.stock(work.handles)
             else:

@@ -11,14 +11,39 @@ gates, so two caches that are short at the same time wait for each other's drive
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
 from .errors import ConfigError
 
-if TYPE_CHECKING:
-    from .state import CacheState
+__all__ = ["Member", "Shares"]
 
-__all__ = ["Shares"]
+
+class Holding(Protocol):
+    """What a member has mapped."""
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of memory behind all its slots and planes."""
+
+    @property
+    def staying_pages(self) -> int:
+        """Those of them that are not about to be unmapped."""
+
+    def mapped_handles(self) -> Iterable[int]:
+        """Every handle it has mapped, once per mapping."""
+
+
+class Member(Protocol):
+    """A cache, as far as its pool knows it."""
+
+    @property
+    def min_share_pages(self) -> int:
+        """Pages over all planes that no other member may take from it."""
+
+    @property
+    def backing(self) -> Holding:
+        """What it has mapped."""
 
 
 class Shares:
@@ -35,26 +60,22 @@ class Shares:
     def __init__(self) -> None:
         self.own_pool = False
         self.ended = False
-        self._members: list[weakref.ref[CacheState]] = []
+        self._members: list[weakref.ref[Member]] = []
 
     @property
-    def members(self) -> tuple[CacheState, ...]:
+    def members(self) -> tuple[Member, ...]:
         """All of them."""
         return tuple(member for known in self._members if (member := known()) is not None)
 
-    def others(self, state: CacheState) -> list[CacheState]:
-        """All but one."""
-        return [member for member in self.members if member is not state]
-
-    def join(self, state: CacheState) -> None:
+    def join(self, member: Member) -> None:
         """Count a cache in."""
-        self._members.append(weakref.ref(state))
+        self._members.append(weakref.ref(member))
 
-    def leave(self, state: CacheState) -> None:
+    def leave(self, member: Member) -> None:
         """Forget a cache and what it was promised; one that never joined is fine."""
-        self._members = [weakref.ref(member) for member in self.others(state)]
+        self._members = [known for known in self._members if known() not in (member, None)]
 
-    def promised(self, besides: CacheState | None = None) -> int:
+    def promised(self, besides: Member | None = None) -> int:
         """Pages that caches other than `besides` were promised and have not mapped."""
         return sum(
             max(0, member.min_share_pages - member.backing.held_pages)

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from .backing import Backing, Cut
+from .backing import Backing
+from .change import Cut
 from .errors import DriverError, StateError
 from .slots import SlotTable
 

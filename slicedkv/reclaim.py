@@ -185,7 +185,7 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
 
     with state.gate.lock:
         pool.shares.check_limit(limit)
-        others = pool.shares.others(state)
+        others = state.neighbours
         found = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
         needed = in_use() - sum(freed_pages(*part) for part in found)
     if needed <= limit:

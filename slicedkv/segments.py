@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import accumulate, groupby
 
-from .page_pool import Handles
+from .references import Handles
 from .vmm.base import Run
 
 __all__ = ["Segments"]

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from .backing import Alias, Growth
+from .change import Alias, Change, Growth
 from .checks import check_int
 from .copying import Copier
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .facade import Facade
-from .growth import grow_now, new_pages
+from .growth import grow_now
 from .mapper import Mapper
 from .reclaim import reclaim_slot, require_room, wait_for
 from .requests import Requests
@@ -208,19 +208,20 @@ class Sharer:
             shared = state.backing.first_segments(src, layout.whole_pages(num_tokens))
             growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
+            change = Change(growths, aliases)
             # All that the targets have mapped must go, also what was asked for ahead: it is mapped again afterwards.
             state.holds.emptied.update(targets)
             fence = state.fence_behind(src) if aliases and state.protector is not None else None
         if fence is not None:
             wait_for(state, fence, f"device work on reqid {src}, whose pages are to become read-only")
         try:
-            require_room(state, new_pages(state, growths, ()))
+            require_room(state, change.pages * layout.num_planes)
             for slot in targets:
                 while state.backing.mapped(slot):  # again, where another thread's work in the slot was waited for
                     reclaim_slot(state, slot, wait=True)
             with state.gate.lock:
                 state.holds.claims.update(dict.fromkeys(targets, layout.pages_for(num_tokens)))
-            grow_now(state, growths, aliases)
+            grow_now(state, change)
             self._fill(src, targets, shared.pages * layout.page_bytes, num_tokens)
         finally:
             with state.gate.lock:

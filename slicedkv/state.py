@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .backing import Backing, Cut
+from .backing import Backing
+from .change import Cut
 from .config import CacheConfig
 from .copy_meter import CopyMeter
 from .errors import StateError
@@ -111,6 +112,12 @@ class CacheState:
     def gate(self) -> Gate:
         """The lock and token of the pool."""
         return self.pool.gate
+
+    @property
+    def neighbours(self) -> list[CacheState]:
+        """The other caches on the pool."""
+        members = self.pool.shares.members
+        return [member for member in members if isinstance(member, CacheState) and member is not self]
 
     def keep_pages(self, slot: int) -> int:
         """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""

@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from .backing import Growth
+from .change import Change, Growth
 from .errors import OutOfPagesError
-from .growth import grow_now, new_pages
+from .growth import grow_now
 from .mapper import Mapper
 from .state import CacheState
 from .stats import StepRecord
@@ -152,8 +152,9 @@ class Stepper:
             begun = time.perf_counter()
             try:
                 copies = self._copy_on_write.make_way(lens, growths)
-                if growths or copies.swaps:
-                    grow_now(state, growths, swaps=copies.swaps)
+                change = Change(growths, swaps=copies.swaps)
+                if change:
+                    grow_now(state, change)
                 self._copy_on_write.copy(copies)
                 if state.protector is not None:
                     state.protector.settle()
@@ -164,7 +165,7 @@ class Stepper:
             if ok and self._zeroer is not None:
                 self._zeroer.zero(lens)
             with state.gate.lock:
-                pages = new_pages(state, growths, copies.swaps) if ok else 0
+                pages = change.pages * state.layout.num_planes if ok else 0
                 record = StepRecord(ok=ok, pages=pages, stall_us=(finished - started) * 1e6 * stalled)
                 state.counters.stalls += stalled
                 state.counters.stall_us += record.stall_us

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .backing import Growth
+from .change import Change, Growth
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .growth import grow_now
 from .host_pool import HostPool, HostSpan
@@ -163,7 +163,7 @@ class Swapper:
             return
         with state.gate.lock:
             state.holds.claims[slot] = state.backing.mapped(slot) + missing
-        grow_now(state, (Growth(slot, missing),))
+        grow_now(state, Change([Growth(slot, missing)]))
 
     def _take_back(self, slot: int, pages: int, free_before: int) -> None:
         """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""

@@ -103,7 +103,7 @@ def freeable_pages(state: CacheState, active: Set[int]) -> int:
 
 def candidates(state: CacheState) -> Candidates:
     """What one cache may take: of its own, then of the others on its pool."""
-    others = state.pool.shares.others(state)
+    others = state.neighbours
     for member in (state, *others):
         member.catch_up()
     return [(state, victims(state)), *((other, takeable(other)) for other in others)]
@@ -118,7 +118,7 @@ def obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
 
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back."""
-    others = sum(freed_pages(other, takeable(other)) for other in state.pool.shares.others(state))
+    others = sum(freed_pages(other, takeable(other)) for other in state.neighbours)
     return max(0, obtainable_pages(state) + _own_pages(state) + others)
 
 

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from .backing import Growth, Swap
+from .change import Change, Growth, Swap
 from .copying import Copier
 from .errors import LostSlotsError, StateError
-from .growth import new_pages
 from .protection import Protector, changing
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state import CacheState
@@ -112,7 +111,7 @@ class CopyOnWrite:
             sources = state.backing.shared.sources(swaps, state.slots.active)
             self._hold(swaps, sources)
             idle = list(filter(state.backing.shared.has, state.slots.idle))
-        require_room(state, new_pages(state, growths, swaps))
+        require_room(state, Change(growths, swaps=swaps).pages * state.layout.num_planes)
         if swaps:
             wait_for(state, state.pool.driver.record_fence(), "device work on a page that a step must copy")
         for swap in swaps:

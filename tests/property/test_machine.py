@@ -256,7 +256,8 @@ class CacheMachine(SharingRules, MovingRules):
         with cache.pool.gate.work("test"):
             stats, used_bytes = cache.stats(), self.driver.inner.used_bytes()
             on_device = Counter(self.driver.inner._ledger._at.values())
-            assert on_device == Counter(h for owner in cache.pool._owners for h in owner.mapped_handles())
+            holdings = [member.backing for member in cache.pool.shares.members]
+            assert on_device == Counter(handle for holding in holdings for handle in holding.mapped_handles())
             second_bytes, saved_bytes = self.second_bytes, self.saved_bytes()
         assert used_bytes == stats.created_bytes == stats.free_bytes + stats.mapped_bytes + second_bytes
         assert stats.created_bytes <= stats.memory_limit_bytes == self.limit_pages * self.page_bytes

@@ -219,16 +219,21 @@ def test_a_cache_may_be_opened_while_the_books_are_compared(rig: Rig) -> None:
     opened: list[SlicedKVCache] = []
     thread = threading.Thread(target=lambda: opened.append(rig.open(**QUIET)))
 
-    class Owner:
+    class Holding:
+        held_pages = staying_pages = 0
+
         def mapped_handles(self) -> list[int]:
             if not thread.ident:
                 thread.start()
                 thread.join(0.1)
             return []
 
-    owner = Owner()
+    class Member:
+        min_share_pages, backing = 0, Holding()
+
+    member = Member()
     with rig.pool.gate.lock:
-        rig.pool.attach(owner)
+        rig.pool.shares.join(member)
     one.check_integrity()
     thread.join(5)
     assert len(opened) == 1
