@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         StateError,
     )
     from .layout import KVLayout
-    from .page_pool import PagePool
+    from .memory.page_pool import PagePool
     from .stats import CacheStats
     from .swap import SwapHandle
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = ("cache", "config", "errors", "layout", "page_pool", "stats", "swap")
+_HOMES = ("cache", "config", "errors", "layout", "memory.page_pool", "stats", "swap")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 

@@ -20,8 +20,8 @@ from .layout import LayoutKind
 from .lengths import SeqLens, parse_seq_lens
 from .lifecycle import abandon, limit_bytes, open_state, shut_down
 from .mapper import Mapper
+from .memory.page_pool import PagePool
 from .movable import MovableMemory
-from .page_pool import PagePool
 from .pause import Pauser
 from .planner import Planner
 from .reclaim import set_memory_limit, trim

@@ -9,7 +9,7 @@ from .checks import check_int
 from .layout import KVLayout
 from .lifecycle import Closeable
 from .mapper import Mapper
-from .page_pool import PagePool
+from .memory.page_pool import PagePool
 from .state import CacheState
 
 __all__ = ["Facade"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .change import Change
 from .errors import LostSlotsError, OutOfPagesError
+from .memory.change import Change
 from .protection import changing
 from .reclaim import take_back
 from .state import CacheState

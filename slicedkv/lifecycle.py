@@ -18,15 +18,15 @@ from typing import Self
 
 import torch
 
-from .backing import Backing
 from .config import CacheConfig, MemoryLimit, parse_memory_limit
-from .copy_meter import CopyMeter
 from .errors import ConfigError, StateError
-from .host_pool import HostPool
 from .layout import KVLayout
 from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
-from .page_pool import PagePool
+from .memory.backing import Backing
+from .memory.copy_meter import CopyMeter
+from .memory.host_pool import HostPool
+from .memory.page_pool import PagePool
 from .protection import Protector
 from .reclaim import claim_share
 from .slots import SlotTable

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .change import Change, Growth
 from .errors import StateError
 from .growth import grow_now
-from .host_pool import HostSpan
 from .mapper import Mapper
+from .memory.change import Change, Growth
+from .memory.host_pool import HostSpan
 from .protection import changing
 from .reclaim import trim_slots
 from .rows import RowMover

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from statistics import median_low
 from typing import NamedTuple
 
-from .change import Change, Growth
 from .growth import Reason, grow_slots
+from .memory.change import Change, Growth
 from .reclaim import reclaim_slot
 from .state import CacheState
 from .victims import idle_victims

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .host_pool import HostSpan
+from .memory.host_pool import HostSpan
 from .state import CacheState
 from .vmm.base import Copy, Fence
 from .zeroing import Zeroer

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from .change import Alias, Change, Growth
 from .checks import check_int
 from .copying import Copier
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .facade import Facade
 from .growth import grow_now
 from .mapper import Mapper
+from .memory.change import Alias, Change, Growth
 from .reclaim import reclaim_slot, require_room, wait_for
 from .requests import Requests
 from .state import CacheState

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .backing import Backing
-from .change import Cut
 from .config import CacheConfig
-from .copy_meter import CopyMeter
 from .errors import StateError
-from .gate import Gate
 from .holds import Holds
-from .host_pool import HostPool, HostSpan
 from .layout import KVLayout
 from .lengths import LengthTable
 from .lookahead import Pace
-from .page_pool import PagePool
+from .memory.backing import Backing
+from .memory.change import Cut
+from .memory.copy_meter import CopyMeter
+from .memory.gate import Gate
+from .memory.host_pool import HostPool, HostSpan
+from .memory.page_pool import PagePool
 from .protection import Protector
 from .slots import SlotTable
 from .stats import CacheStats, Counters

@@ -11,10 +11,10 @@ import time
 
 import torch
 
-from .change import Change, Growth
 from .errors import OutOfPagesError
 from .growth import grow_now
 from .mapper import Mapper
+from .memory.change import Change, Growth
 from .state import CacheState
 from .stats import StepRecord
 from .writing import CopyOnWrite

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .change import Change, Growth
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .growth import grow_now
-from .host_pool import HostPool, HostSpan
+from .memory.change import Change, Growth
+from .memory.host_pool import HostPool, HostSpan
 from .reclaim import reclaim_slot
 from .requests import Requests
 from .rows import RowMover

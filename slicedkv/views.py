@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .backing import Backing
 from .layout import K, KVLayout, V
+from .memory.backing import Backing
 from .tensors import layer_view, tensor_at
 
 __all__ = ["KVViews"]

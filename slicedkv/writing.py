@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from .change import Change, Growth, Swap
 from .copying import Copier
 from .errors import LostSlotsError, StateError
+from .memory.change import Change, Growth, Swap
 from .protection import Protector, changing
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state import CacheState

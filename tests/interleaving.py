@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from slicedkv import PagePool, SlicedKVCache, SlicedKVError, SwapHandle
-from slicedkv.gate import Gate, _Condition
+from slicedkv.memory.gate import Gate, _Condition
 from slicedkv.vmm.host import HostDriver
 
 PAGE = 4096
@@ -80,7 +80,7 @@ class World:
     """
 
     def __init__(self, limit_pages: int = MOST_PAGES, **options: Any) -> None:
-        with mock.patch("slicedkv.page_pool.Gate", TracedGate):
+        with mock.patch("slicedkv.memory.page_pool.Gate", TracedGate):
             self.pool = PagePool(HostDriver(), page_bytes=PAGE, memory_limit=MOST_PAGES * PAGE, extent_pages=1)
         self.cache = SlicedKVCache(**(SHAPE | options), pool=self.pool)
         self.other = SlicedKVCache(**(SHAPE | {"max_batch_size": 1}), pool=self.pool)

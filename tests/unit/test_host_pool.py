@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from slicedkv.errors import CapacityError, DriverError
-from slicedkv.gate import Gate
-from slicedkv.host_pool import HostPool, HostSpan
+from slicedkv.memory.gate import Gate
+from slicedkv.memory.host_pool import HostPool, HostSpan
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
 KIB = 1 << 10
@@ -94,7 +94,7 @@ def test_a_span_is_not_used_again_before_its_copy_is_done(make: Make) -> None:
 
 
 def test_a_copy_that_never_ends_is_a_bounded_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slicedkv.host_pool._FENCE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("slicedkv.memory.host_pool._FENCE_TIMEOUT_S", 0.01)
     pool, _, fake = make(limit=64 * KIB)
     fake.hold_fences = True
     span = take(pool, 64 * KIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slicedkv.change import Growth
+from slicedkv.memory.change import Growth
 from slicedkv.planner import _BATCH_HANDLES, _within
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from .checks import check_int
-from .errors import ConfigError, DriverError, OutOfPagesError, StateError
+from ..checks import check_int
+from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
+from ..unique import Unique
+from ..vmm.base import Driver
 from .gate import Gate
 from .pool_shares import Shares
 from .references import Handles, References
-from .unique import Unique
-from .vmm.base import Driver
 
 __all__ = ["PagePool"]
 

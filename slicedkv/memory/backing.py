@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from ..errors import DriverError, LostSlotsError, StateError
+from ..layout import KVLayout
+from ..vmm.base import MappedRange, Run
 from .change import Alias, Change, Cut, Swap
-from .errors import DriverError, LostSlotsError, StateError
-from .layout import KVLayout
 from .page_pool import PagePool
 from .placement import Piece, divide, lay_out
 from .reservation import Reservation, map_runs
 from .segments import Segments
 from .shared_pages import SharedPages
-from .vmm.base import MappedRange, Run
 
 __all__ = ["Backing"]
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from .errors import CapacityError, DriverError, StateError
+from ..errors import CapacityError, DriverError, StateError
+from ..layout import align_up
+from ..vmm.base import Driver, Fence
+from ..vmm.intervals import Intervals
 from .gate import Gate
-from .layout import align_up
-from .vmm.base import Driver, Fence
-from .vmm.intervals import Intervals
 
 __all__ = ["HostPool", "HostSpan"]
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
+from ..errors import StateError
 from .change import Alias, Cut, Swap
-from .errors import StateError
 from .references import References
 from .segments import Segments
 

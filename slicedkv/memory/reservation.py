@@ -10,8 +10,8 @@ import os
 import weakref
 from collections.abc import Sequence
 
-from .errors import DriverError, OutOfPagesError
-from .vmm.base import Driver, MappedRange, Run
+from ..errors import DriverError, OutOfPagesError
+from ..vmm.base import Driver, MappedRange, Run
 
 __all__ = ["Reservation", "map_runs"]
 

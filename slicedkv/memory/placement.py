@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from ..vmm.base import Run
 from .references import Handles
 from .reservation import Reservation
 from .segments import Segments
-from .vmm.base import Run
 
 __all__ = ["Piece", "divide", "lay_out"]
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["Member", "Shares"]
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .errors import StateError
+from ..errors import StateError
 
 __all__ = ["Claim", "Gate"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .errors import StateError
+from ..errors import StateError
 
 __all__ = ["Handles", "References"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .vmm.base import Driver, Fence
+from ..vmm.base import Driver, Fence
 
 __all__ = ["CopyMeter"]
 

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import accumulate, groupby
 
+from ..vmm.base import Run
 from .references import Handles
-from .vmm.base import Run
 
 __all__ = ["Segments"]
 
