@@ -17,7 +17,6 @@ from .checks import check_int
 from .config import CacheConfig, MapperKind, MemoryLimit
 from .copying import Copier
 from .layout import LayoutKind
-from .lengths import SeqLens, parse_seq_lens
 from .lifecycle import abandon, limit_bytes, open_state, shut_down
 from .mapper import Mapper
 from .memory.page_pool import PagePool
@@ -28,6 +27,7 @@ from .reclaim import set_memory_limit, trim
 from .requests import Requests
 from .rows import RowMover
 from .sharing import PrefixSharing, Sharer
+from .state.lengths import SeqLens, parse_seq_lens
 from .stats import CacheStats
 from .stepping import Stepper
 from .swap import Swapper
@@ -42,7 +42,7 @@ __all__ = ["SlicedKVCache"]
 class SlicedKVCache(PrefixSharing, MovableMemory):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
-    Every public method may be called from any thread, see `slicedkv.holds`; on a thread that is in the middle of
+    Every public method may be called from any thread, see `slicedkv.state.holds`; on a thread that is in the middle of
     another call only `free_reqid` may be. None waits for the GPU unless it says so. With `mapper="sync"`
     any may wait, for at most 4 s, for driver calls of another thread.
 

@@ -10,7 +10,7 @@ from .layout import KVLayout
 from .lifecycle import Closeable
 from .mapper import Mapper
 from .memory.page_pool import PagePool
-from .state import CacheState
+from .state.cache_state import CacheState
 
 __all__ = ["Facade"]
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 from .errors import LostSlotsError, OutOfPagesError
 from .memory.change import Change
-from .protection import changing
 from .reclaim import take_back
-from .state import CacheState
+from .state.cache_state import CacheState
+from .state.protection import changing
 
 __all__ = ["Reason", "grow_now", "grow_slots"]
 

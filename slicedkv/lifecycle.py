@@ -21,16 +21,16 @@ import torch
 from .config import CacheConfig, MemoryLimit, parse_memory_limit
 from .errors import ConfigError, StateError
 from .layout import KVLayout
-from .lengths import LengthTable
 from .mapper import Mapper, wait_for_finishing
 from .memory.backing import Backing
 from .memory.copy_meter import CopyMeter
 from .memory.host_pool import HostPool
 from .memory.page_pool import PagePool
-from .protection import Protector
 from .reclaim import claim_share
-from .slots import SlotTable
-from .state import CacheState
+from .state.cache_state import CacheState
+from .state.lengths import LengthTable
+from .state.protection import Protector
+from .state.slots import SlotTable
 from .unique import Unique
 from .vmm import Driver, open_driver, procfs
 

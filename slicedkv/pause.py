@@ -16,10 +16,10 @@ from .growth import grow_now
 from .mapper import Mapper
 from .memory.change import Change, Growth
 from .memory.host_pool import HostSpan
-from .protection import changing
 from .reclaim import trim_slots
 from .rows import RowMover
-from .state import CacheState
+from .state.cache_state import CacheState
+from .state.protection import changing
 
 __all__ = ["Pauser"]
 

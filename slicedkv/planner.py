@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .growth import Reason, grow_slots
 from .memory.change import Change, Growth
 from .reclaim import reclaim_slot
-from .state import CacheState
+from .state.cache_state import CacheState
 from .victims import idle_victims
 
 __all__ = ["Planner", "Work"]

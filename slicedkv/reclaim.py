@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .errors import OutOfPagesError, StateError
-from .protection import changing
-from .state import CacheState
+from .state.cache_state import CacheState
+from .state.protection import changing
 from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
 from .vmm.base import Fence
 

@@ -13,7 +13,7 @@ from .errors import OutOfSlotsError, StateError
 from .mapper import Mapper
 from .planner import Planner
 from .reclaim import reclaim_slot
-from .state import CacheState
+from .state.cache_state import CacheState
 
 __all__ = ["Requests"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .memory.host_pool import HostSpan
-from .state import CacheState
+from .state.cache_state import CacheState
 from .vmm.base import Copy, Fence
 from .zeroing import Zeroer
 

@@ -23,7 +23,7 @@ from .mapper import Mapper
 from .memory.change import Alias, Change, Growth
 from .reclaim import reclaim_slot, require_room, wait_for
 from .requests import Requests
-from .state import CacheState
+from .state.cache_state import CacheState
 from .victims import freeable_pages
 
 __all__ = ["PrefixSharing", "Sharer"]

@@ -15,7 +15,7 @@ from .errors import OutOfPagesError
 from .growth import grow_now
 from .mapper import Mapper
 from .memory.change import Change, Growth
-from .state import CacheState
+from .state.cache_state import CacheState
 from .stats import StepRecord
 from .writing import CopyOnWrite
 from .zeroing import Zeroer

@@ -18,7 +18,7 @@ from .memory.host_pool import HostPool, HostSpan
 from .reclaim import reclaim_slot
 from .requests import Requests
 from .rows import RowMover
-from .state import CacheState
+from .state.cache_state import CacheState
 from .unique import Unique
 
 __all__ = ["SwapHandle", "Swapper"]

@@ -17,9 +17,9 @@ import torch
 from .copying import Copier
 from .errors import LostSlotsError, StateError
 from .memory.change import Change, Growth, Swap
-from .protection import Protector, changing
 from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
-from .state import CacheState
+from .state.cache_state import CacheState
+from .state.protection import Protector, changing
 
 __all__ = ["Copies", "CopyOnWrite"]
 

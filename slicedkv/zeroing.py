@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .copying import Copier
-from .state import CacheState
+from .state.cache_state import CacheState
 
 __all__ = ["Zeroer"]
 

@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "slicedkv"
 KERNELS = ROOT / "triton_kernels"
-TORCH_FREE = ("layout", "checks", "errors", "slots", "vmm.base", "memory.backing", "memory.host_pool")
+TORCH_FREE = ("layout", "checks", "errors", "state.slots", "vmm.base", "memory.backing", "memory.host_pool")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 40
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

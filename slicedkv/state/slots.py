@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from .errors import OutOfSlotsError, StateError
-from .vmm.base import Fence
+from ..errors import OutOfSlotsError, StateError
+from ..vmm.base import Fence
 
 __all__ = ["SlotTable"]
 

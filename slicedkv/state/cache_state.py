@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .config import CacheConfig
-from .errors import StateError
+from ..config import CacheConfig
+from ..errors import StateError
+from ..layout import KVLayout
+from ..memory.backing import Backing
+from ..memory.change import Cut
+from ..memory.copy_meter import CopyMeter
+from ..memory.gate import Gate
+from ..memory.host_pool import HostPool, HostSpan
+from ..memory.page_pool import PagePool
+from ..stats import CacheStats, Counters
+from ..vmm.base import Fence
 from .holds import Holds
-from .layout import KVLayout
 from .lengths import LengthTable
-from .lookahead import Pace
-from .memory.backing import Backing
-from .memory.change import Cut
-from .memory.copy_meter import CopyMeter
-from .memory.gate import Gate
-from .memory.host_pool import HostPool, HostSpan
-from .memory.page_pool import PagePool
+from .pace import Pace
 from .protection import Protector
 from .slots import SlotTable
-from .stats import CacheStats, Counters
-from .vmm.base import Fence
 
 __all__ = ["CacheState", "LateEnd"]
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .checks import check_int
-from .errors import ConfigError
+from ..checks import check_int
+from ..errors import ConfigError
 
 __all__ = ["LengthTable", "SeqLens", "parse_seq_lens"]
 

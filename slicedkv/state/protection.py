@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from .errors import DriverError, StateError
-from .memory.backing import Backing
-from .memory.change import Cut
+from ..errors import DriverError, StateError
+from ..memory.backing import Backing
+from ..memory.change import Cut
 from .slots import SlotTable
 
 __all__ = ["Protector", "changing"]

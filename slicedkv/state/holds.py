@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .memory.gate import Claim, Gate
+from ..memory.gate import Claim, Gate
 
 __all__ = ["Holds"]
 
