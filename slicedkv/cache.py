@@ -18,12 +18,13 @@ from .config import CacheConfig, MapperKind, MemoryLimit
 from .copying import Copier
 from .layout import LayoutKind
 from .lifecycle import abandon, limit_bytes, open_state, shut_down
-from .mapper import Mapper
 from .memory.page_pool import PagePool
 from .movable import MovableMemory
+from .paging.mapper import Mapper
+from .paging.planner import Planner
+from .paging.reclaim import set_memory_limit, trim
+from .paging.victims import available_pages, has_room
 from .pause import Pauser
-from .planner import Planner
-from .reclaim import set_memory_limit, trim
 from .requests import Requests
 from .rows import RowMover
 from .sharing import PrefixSharing, Sharer
@@ -31,7 +32,6 @@ from .state.lengths import SeqLens, parse_seq_lens
 from .stats import CacheStats
 from .stepping import Stepper
 from .swap import Swapper
-from .victims import available_pages, has_room
 from .views import KVViews
 from .writing import CopyOnWrite
 from .zeroing import Zeroer

@@ -8,8 +8,8 @@ from __future__ import annotations
 from .checks import check_int
 from .layout import KVLayout
 from .lifecycle import Closeable
-from .mapper import Mapper
 from .memory.page_pool import PagePool
+from .paging.mapper import Mapper
 from .state.cache_state import CacheState
 
 __all__ = ["Facade"]

@@ -21,12 +21,12 @@ import torch
 from .config import CacheConfig, MemoryLimit, parse_memory_limit
 from .errors import ConfigError, StateError
 from .layout import KVLayout
-from .mapper import Mapper, wait_for_finishing
 from .memory.backing import Backing
 from .memory.copy_meter import CopyMeter
 from .memory.host_pool import HostPool
 from .memory.page_pool import PagePool
-from .reclaim import claim_share
+from .paging.mapper import Mapper, wait_for_finishing
+from .paging.reclaim import claim_share
 from .state.cache_state import CacheState
 from .state.lengths import LengthTable
 from .state.protection import Protector

@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from .errors import OutOfSlotsError, StateError
-from .mapper import Mapper
-from .planner import Planner
-from .reclaim import reclaim_slot
+from .paging.mapper import Mapper
+from .paging.planner import Planner
+from .paging.reclaim import reclaim_slot
 from .state.cache_state import CacheState
 
 __all__ = ["Requests"]

@@ -18,13 +18,13 @@ from .checks import check_int
 from .copying import Copier
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
 from .facade import Facade
-from .growth import grow_now
-from .mapper import Mapper
 from .memory.change import Alias, Change, Growth
-from .reclaim import reclaim_slot, require_room, wait_for
+from .paging.growth import grow_now
+from .paging.mapper import Mapper
+from .paging.reclaim import reclaim_slot, require_room, wait_for
+from .paging.victims import freeable_pages
 from .requests import Requests
 from .state.cache_state import CacheState
-from .victims import freeable_pages
 
 __all__ = ["PrefixSharing", "Sharer"]
 

@@ -12,9 +12,9 @@ import time
 import torch
 
 from .errors import OutOfPagesError
-from .growth import grow_now
-from .mapper import Mapper
 from .memory.change import Change, Growth
+from .paging.growth import grow_now
+from .paging.mapper import Mapper
 from .state.cache_state import CacheState
 from .stats import StepRecord
 from .writing import CopyOnWrite

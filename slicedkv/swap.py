@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from .errors import ConfigError, DriverError, OutOfPagesError, StateError
-from .growth import grow_now
 from .memory.change import Change, Growth
 from .memory.host_pool import HostPool, HostSpan
-from .reclaim import reclaim_slot
+from .paging.growth import grow_now
+from .paging.reclaim import reclaim_slot
 from .requests import Requests
 from .rows import RowMover
 from .state.cache_state import CacheState

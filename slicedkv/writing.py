@@ -17,7 +17,7 @@ import torch
 from .copying import Copier
 from .errors import LostSlotsError, StateError
 from .memory.change import Change, Growth, Swap
-from .reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
+from .paging.reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
 from .state.cache_state import CacheState
 from .state.protection import Protector, changing
 

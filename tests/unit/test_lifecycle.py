@@ -18,7 +18,7 @@ import pytest
 from rig import PAGE, SMALL, Rig, mapper_threads, memory_files, wait_until
 
 from slicedkv import DriverError, SlicedKVCache, StateError
-from slicedkv.mapper import wait_for_finishing
+from slicedkv.paging.mapper import wait_for_finishing
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slicedkv.memory.change import Growth
-from slicedkv.planner import _BATCH_HANDLES, _within
+from slicedkv.paging.planner import _BATCH_HANDLES, _within
 
 
 @pytest.mark.parametrize(("planes", "extent_pages"), [(2, 1), (2, 16), (64, 1), (1, 1)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .errors import LostSlotsError, OutOfPagesError
-from .memory.change import Change
+from ..errors import LostSlotsError, OutOfPagesError
+from ..memory.change import Change
+from ..state.cache_state import CacheState
+from ..state.protection import changing
 from .reclaim import take_back
-from .state.cache_state import CacheState
-from .state.protection import changing
 
 __all__ = ["Reason", "grow_now", "grow_slots"]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from .errors import OutOfPagesError, StateError
+from ..errors import OutOfPagesError, StateError
 from .planner import Planner, Work
 
 __all__ = ["Mapper", "wait_for_finishing"]

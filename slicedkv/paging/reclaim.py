@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .errors import OutOfPagesError, StateError
-from .state.cache_state import CacheState
-from .state.protection import changing
+from ..errors import OutOfPagesError, StateError
+from ..state.cache_state import CacheState
+from ..state.protection import changing
+from ..vmm.base import Fence
 from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
-from .vmm.base import Fence
 
 __all__ = [
     "claim_share",

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from statistics import median_low
 from typing import NamedTuple
 
+from ..memory.change import Change, Growth
+from ..state.cache_state import CacheState
 from .growth import Reason, grow_slots
-from .memory.change import Change, Growth
 from .reclaim import reclaim_slot
-from .state.cache_state import CacheState
 from .victims import idle_victims
 
 __all__ = ["Planner", "Work"]

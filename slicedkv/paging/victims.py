@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple, TypeAlias
 
-from .state.cache_state import CacheState
+from ..state.cache_state import CacheState
 
 __all__ = [
     "Candidates",
