@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     )
     from .layout import KVLayout
     from .memory.page_pool import PagePool
+    from .requests.swap import SwapHandle
     from .stats import CacheStats
-    from .swap import SwapHandle
 
 __all__ = [
     "BackendUnavailableError",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = ("cache", "config", "errors", "layout", "memory.page_pool", "stats", "swap")
+_HOMES = ("cache", "config", "errors", "layout", "memory.page_pool", "stats", "requests.swap")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 

@@ -15,7 +15,6 @@ import torch
 
 from .checks import check_int
 from .config import CacheConfig, MapperKind, MemoryLimit
-from .copying import Copier
 from .layout import LayoutKind
 from .lifecycle import abandon, limit_bytes, open_state, shut_down
 from .memory.page_pool import PagePool
@@ -24,17 +23,18 @@ from .paging.mapper import Mapper
 from .paging.planner import Planner
 from .paging.reclaim import set_memory_limit, trim
 from .paging.victims import available_pages, has_room
-from .pause import Pauser
-from .requests import Requests
-from .rows import RowMover
-from .sharing import PrefixSharing, Sharer
+from .requests.copier import Copier
+from .requests.copy_on_write import CopyOnWrite
+from .requests.lifetime import Requests
+from .requests.pause import Pauser
+from .requests.row_mover import RowMover
+from .requests.sharing import PrefixSharing, Sharer
+from .requests.stepping import Stepper
+from .requests.swap import Swapper
+from .requests.zeroing import Zeroer
 from .state.lengths import SeqLens, parse_seq_lens
 from .stats import CacheStats
-from .stepping import Stepper
-from .swap import Swapper
 from .views import KVViews
-from .writing import CopyOnWrite
-from .zeroing import Zeroer
 
 __all__ = ["SlicedKVCache"]
 
@@ -246,9 +246,9 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
         Costs a vector comparison when nothing has to grow. Otherwise maps what is missing, waiting for the mapper
         where it is at it and, when memory is short, for device work of freed requests. A request that shares pages
-        gets its own copy of those it may write now, see `slicedkv.writing`; that waits for the current stream, and the
-        rows it keeps in them are unmapped for a moment, so no other stream or thread may read them meanwhile. Where
-        another thread's call is at one of the requests, the step comes after that call.
+        gets its own copy of those it may write now, see `slicedkv.requests.copy_on_write`; that waits for the current
+        stream, and the rows it keeps in them are unmapped for a moment, so no other stream or thread may read them
+        meanwhile. Where another thread's call is at one of the requests, the step comes after that call.
 
         Parameters
         ----------

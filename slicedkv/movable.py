@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .checks import check_bool
 from .facade import Facade
-from .pause import Pauser
-from .swap import SwapHandle, Swapper
+from .requests.pause import Pauser
+from .requests.swap import SwapHandle, Swapper
 
 __all__ = ["MovableMemory"]
 

@@ -9,8 +9,8 @@ from typing import Literal, Protocol, get_args
 
 from ..errors import CapacityError, ConfigError
 from ..layout import KVLayout
+from ..requests.swap import SwapHandle
 from ..stats import CacheStats
-from ..swap import SwapHandle
 from .request import Request
 
 __all__ = ["PreemptionKind", "Preemptor"]

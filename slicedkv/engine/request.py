@@ -10,7 +10,7 @@ import torch
 
 from ..checks import check_bool, check_int
 from ..errors import ConfigError
-from ..swap import SwapHandle
+from ..requests.swap import SwapHandle
 
 __all__ = ["NO_TOKEN", "FinishReason", "Request", "RequestState", "SamplingParams"]
 

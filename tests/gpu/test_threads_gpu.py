@@ -37,7 +37,7 @@ def holds(cache: SlicedKVCache, reqid: int, start: int, end: int, value: float) 
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets every copy between slots wait behind a long kernel; the list says from which slots."""
-    from slicedkv.copying import Copier
+    from slicedkv.requests.copier import Copier
 
     copy, sources = Copier.copy, []
 

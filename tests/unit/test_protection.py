@@ -531,7 +531,7 @@ def test_the_sharers_of_a_request_whose_copy_failed_write_again(rig: Rig, monkey
         raise RuntimeError("no kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr("slicedkv.copying.Copier.copy", fail)
+        patch.setattr("slicedkv.requests.copier.Copier.copy", fail)
         with pytest.raises(StateError, match="out of use"):
             cache.step({fork: 4 * TOKENS})
     assert cache._state.slots.lost == {fork}

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from .errors import OutOfSlotsError, StateError
-from .paging.mapper import Mapper
-from .paging.planner import Planner
-from .paging.reclaim import reclaim_slot
-from .state.cache_state import CacheState
+from ..errors import OutOfSlotsError, StateError
+from ..paging.mapper import Mapper
+from ..paging.planner import Planner
+from ..paging.reclaim import reclaim_slot
+from ..state.cache_state import CacheState
 
 __all__ = ["Requests"]
 

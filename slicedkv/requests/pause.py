@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .errors import StateError
-from .memory.change import Change, Growth
-from .memory.host_pool import HostSpan
-from .paging.growth import grow_now
-from .paging.mapper import Mapper
-from .paging.reclaim import trim_slots
-from .rows import RowMover
-from .state.cache_state import CacheState
-from .state.protection import changing
+from ..errors import StateError
+from ..memory.change import Change, Growth
+from ..memory.host_pool import HostSpan
+from ..paging.growth import grow_now
+from ..paging.mapper import Mapper
+from ..paging.reclaim import trim_slots
+from ..state.cache_state import CacheState
+from ..state.protection import changing
+from .row_mover import RowMover
 
 __all__ = ["Pauser"]
 

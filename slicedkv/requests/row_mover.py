@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .memory.host_pool import HostSpan
-from .state.cache_state import CacheState
-from .vmm.base import Copy, Fence
+from ..memory.host_pool import HostSpan
+from ..state.cache_state import CacheState
+from ..vmm.base import Copy, Fence
 from .zeroing import Zeroer
 
 __all__ = ["RowMover"]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from .copying import Copier
-from .errors import LostSlotsError, StateError
-from .memory.change import Change, Growth, Swap
-from .paging.reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
-from .state.cache_state import CacheState
-from .state.protection import Protector, changing
+from ..errors import LostSlotsError, StateError
+from ..memory.change import Change, Growth, Swap
+from ..paging.reclaim import reclaim_slot, require_room, wait_for, wait_for_slot
+from ..state.cache_state import CacheState
+from ..state.protection import Protector, changing
+from .copier import Copier
 
 __all__ = ["Copies", "CopyOnWrite"]
 

@@ -6,8 +6,8 @@ addresses; what must be copied or zeroed, and that it is mapped, is the business
 
 from __future__ import annotations
 
-from .state.cache_state import CacheState
-from .views import KVViews
+from ..state.cache_state import CacheState
+from ..views import KVViews
 
 __all__ = ["Copier"]
 

@@ -11,15 +11,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .errors import ConfigError, DriverError, OutOfPagesError, StateError
-from .memory.change import Change, Growth
-from .memory.host_pool import HostPool, HostSpan
-from .paging.growth import grow_now
-from .paging.reclaim import reclaim_slot
-from .requests import Requests
-from .rows import RowMover
-from .state.cache_state import CacheState
-from .unique import Unique
+from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
+from ..memory.change import Change, Growth
+from ..memory.host_pool import HostPool, HostSpan
+from ..paging.growth import grow_now
+from ..paging.reclaim import reclaim_slot
+from ..state.cache_state import CacheState
+from ..unique import Unique
+from .lifetime import Requests
+from .row_mover import RowMover
 
 __all__ = ["SwapHandle", "Swapper"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .copying import Copier
-from .state.cache_state import CacheState
+from ..state.cache_state import CacheState
+from .copier import Copier
 
 __all__ = ["Zeroer"]
 

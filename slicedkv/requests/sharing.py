@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from .checks import check_int
-from .copying import Copier
-from .errors import ConfigError, DriverError, OutOfPagesError, StateError
-from .facade import Facade
-from .memory.change import Alias, Change, Growth
-from .paging.growth import grow_now
-from .paging.mapper import Mapper
-from .paging.reclaim import reclaim_slot, require_room, wait_for
-from .paging.victims import freeable_pages
-from .requests import Requests
-from .state.cache_state import CacheState
+from ..checks import check_int
+from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
+from ..facade import Facade
+from ..memory.change import Alias, Change, Growth
+from ..paging.growth import grow_now
+from ..paging.mapper import Mapper
+from ..paging.reclaim import reclaim_slot, require_room, wait_for
+from ..paging.victims import freeable_pages
+from ..state.cache_state import CacheState
+from .copier import Copier
+from .lifetime import Requests
 
 __all__ = ["PrefixSharing", "Sharer"]
 

@@ -11,13 +11,13 @@ import time
 
 import torch
 
-from .errors import OutOfPagesError
-from .memory.change import Change, Growth
-from .paging.growth import grow_now
-from .paging.mapper import Mapper
-from .state.cache_state import CacheState
-from .stats import StepRecord
-from .writing import CopyOnWrite
+from ..errors import OutOfPagesError
+from ..memory.change import Change, Growth
+from ..paging.growth import grow_now
+from ..paging.mapper import Mapper
+from ..state.cache_state import CacheState
+from ..stats import StepRecord
+from .copy_on_write import CopyOnWrite
 from .zeroing import Zeroer
 
 __all__ = ["Stepper"]
