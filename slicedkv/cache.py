@@ -16,9 +16,9 @@ import torch
 from .checks import check_int
 from .config import CacheConfig, MapperKind, MemoryLimit
 from .layout import LayoutKind
-from .lifecycle import abandon, limit_bytes, open_state, shut_down
 from .memory.page_pool import PagePool
 from .movable import MovableMemory
+from .opening import abandon, limit_bytes, open_state, shut_down
 from .paging.mapper import Mapper
 from .paging.planner import Planner
 from .paging.reclaim import set_memory_limit, trim

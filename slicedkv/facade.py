@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .checks import check_int
 from .layout import KVLayout
-from .lifecycle import Closeable
 from .memory.page_pool import PagePool
+from .opening import Closeable
 from .paging.mapper import Mapper
 from .state.cache_state import CacheState
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..checks import check_int
 from ..errors import ConfigError, StateError
-from ..gradients import refuse_backward, wants_gradient
 from .batch import PADDED, Batch, Lane
+from .gradients import refuse_backward, wants_gradient
 
 __all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
 

@@ -12,10 +12,10 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from ..attention.gradients import refuse_backward, wants_gradient
 from ..cache import SlicedKVCache
 from ..checks import check_int
 from ..errors import BackendUnavailableError, ConfigError
-from ..gradients import refuse_backward, wants_gradient
 from .batch_rows import BatchRows
 
 try:

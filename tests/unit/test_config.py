@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import slicedkv.lifecycle
+import slicedkv.opening
 from slicedkv import CacheConfig, ConfigError, SlicedKVCache
 from slicedkv.config import parse_memory_limit
 
@@ -50,7 +50,7 @@ def test_bad_argument_is_named(name: str, value: Any) -> None:
 
 
 def test_bad_arguments_open_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicedkv.lifecycle, "open_driver", lambda device: pytest.fail("a driver was opened"))
+    monkeypatch.setattr(slicedkv.opening, "open_driver", lambda device: pytest.fail("a driver was opened"))
     for name, value in BAD:
         if (name, value) != ("page_bytes", 4097):  # only the driver knows its granularity
             with pytest.raises(ConfigError):

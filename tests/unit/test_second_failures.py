@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rig import QUIET, SMALL, Rig, assert_stamped, mapped, stamp, wait_until
 
-from slicedkv import DriverError, PagePool, SlicedKVCache, StateError, lifecycle
+from slicedkv import DriverError, PagePool, SlicedKVCache, StateError, opening
 from slicedkv.errors import LostSlotsError
 from slicedkv.vmm import host
 from slicedkv.vmm.fake import FaultyDriver
@@ -185,13 +185,13 @@ def test_an_interrupt_on_the_way_back_from_a_batch_changes_nothing(open_host: Op
 
 def test_a_pool_that_just_ended_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     first = SlicedKVCache(**SMALL)
-    real = lifecycle._min_share_pages
+    real = opening._min_share_pages
 
     def late(*arguments: Any) -> int:
         first.close()
         return real(*arguments)
 
-    monkeypatch.setattr(lifecycle, "_min_share_pages", late)
+    monkeypatch.setattr(opening, "_min_share_pages", late)
     shape = {key: value for key, value in SMALL.items() if key not in ("page_bytes", "memory_limit")}
     with pytest.raises(StateError, match="the pool ended with its last cache"):
         SlicedKVCache(**shape, pool=first.pool)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import StateError
+from ..errors import StateError
 
 __all__ = ["refuse_backward", "wants_gradient"]
 
