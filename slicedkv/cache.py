@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
-from .checks import check_int
+from .checks import check_bool, check_int
+from .closing import Closeable, abandon, shut_down
 from .config import CacheConfig, MapperKind, MemoryLimit
-from .layout import LayoutKind
+from .layout import KVLayout, LayoutKind
 from .memory.page_pool import PagePool
-from .movable import MovableMemory
-from .opening import abandon, limit_bytes, open_state, shut_down
+from .opening import limit_bytes, open_state
 from .paging.mapper import Mapper
 from .paging.planner import Planner
 from .paging.reclaim import set_memory_limit, trim
-from .paging.victims import available_pages, has_room
+from .paging.victims import available_pages, freeable_pages, has_room
 from .requests.copier import Copier
 from .requests.copy_on_write import CopyOnWrite
 from .requests.lifetime import Requests
 from .requests.pause import Pauser
 from .requests.row_mover import RowMover
-from .requests.sharing import PrefixSharing, Sharer
+from .requests.sharing import Sharer
 from .requests.stepping import Stepper
-from .requests.swap import Swapper
+from .requests.swap import SwapHandle, Swapper
 from .requests.zeroing import Zeroer
 from .state.lengths import SeqLens, parse_seq_lens
 from .stats import CacheStats
@@ -39,7 +39,7 @@ from .views import KVViews
 __all__ = ["SlicedKVCache"]
 
 
-class SlicedKVCache(PrefixSharing, MovableMemory):
+class SlicedKVCache(Closeable):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
     Every public method may be called from any thread, see `slicedkv.state.holds`; on a thread that is in the middle of
@@ -62,6 +62,8 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
     DriverError, StateError
         Addresses could not be reserved; the pool has ended. Nothing stays open.
     """
+
+    _instead = "fork() copies requests, another process opens a cache of its own"
 
     def __init__(
         self,
@@ -116,6 +118,16 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
 
     def __repr__(self) -> str:
         return f"SlicedKVCache({self.layout}, {self.dtype}, {self.device}{', closed' if self.closed else ''})"
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry: bytes and pages of a length, strides, capacity."""
+        return self._state.layout
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool of handles, to be shared with another cache."""
+        return self._state.pool
 
     @property
     def kv_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -239,6 +251,31 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         self._requests.truncate(self._check_reqid(reqid), seq_len)
         self._mapper.run_pending()
 
+    def is_active(self, reqid: int) -> bool:
+        """True while a request has this slot: from `alloc_reqid` to `free_reqid`, unless a failing driver lost it.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `reqid` is out of range; the cache is closed.
+        """
+        self._look()
+        with self._gate.lock:
+            return self._state.has_request(self._check_reqid(reqid))
+
+    def seq_len(self, reqid: int) -> int:
+        """Tokens of a request: the length that its last `step`, `share_prefix`, `fork` or `truncate` gave it.
+
+        Raises
+        ------
+        ConfigError, StateError
+            `reqid` is out of range; it is not active.
+        """
+        self._look()
+        with self._gate.lock:
+            self._state.slots.require_active(self._check_reqid(reqid))
+            return self._state.lengths.last(reqid)
+
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def step(self, seq_lens: SeqLens) -> bool:
@@ -305,6 +342,209 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
             check_int(f"start of reqid {reqid}", start, 0, end)
         with self._gate.lock:
             self._copy_on_write.require_writable(reqids, starts, ends)
+
+    # --- sharing a prefix ---------------------------------------------------------------------------------------------
+
+    def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool:
+        """Give a request without tokens the first `num_tokens` tokens of another, sharing all whole pages of them.
+
+        Both go on, grow and end independently of each other. Afterwards `dst` has `num_tokens` tokens, as after a step
+        to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
+        writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
+        it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
+        over, the call waits for it, as it does for that of other freed requests when memory is short. With `debug` it
+        also waits for the work queued on the current stream, as the pages become read-only. Costs the driver time of
+        one mapping per handle. What another thread asks of one of the two requests meanwhile, such as freeing it,
+        happens after this call.
+
+        Parameters
+        ----------
+        src : int
+            An active request.
+        dst : int
+            An active request that has had no step yet, such as `alloc_reqid()` returns.
+        num_tokens : int
+            At least 1 and at most the length of `src` in its last step.
+
+        Returns
+        -------
+        bool
+            False: not enough memory for the rows to be copied and the guard rows; no request lost or got anything.
+
+        Raises
+        ------
+        ConfigError
+            An argument is no integer or out of range, or `src` is `dst`.
+        StateError
+            A request is not active; `dst` has tokens; `src` has fewer than `num_tokens`; the current stream is being
+            captured; device work did not end in time. Nothing was changed.
+        DriverError
+            The driver failed for another reason than memory; no request lost or got anything.
+        """
+        self._enter()
+        src, dst = self._check_reqid(src), self._check_reqid(dst)
+        return self._sharer.share(src, dst, check_int("num_tokens", num_tokens, 1, self.layout.max_seq_len))
+
+    def fork(self, reqid: int, n: int = 1) -> list[int]:
+        """Begin `n` requests with all tokens of another one, sharing all whole pages of them; return their reqids.
+
+        As `n` times `alloc_reqid` and `share_prefix`, all or nothing, in the slots that have the least to unmap.
+
+        Parameters
+        ----------
+        reqid : int
+            An active request; the length of its last step counts.
+        n : int
+            At least 1.
+
+        Raises
+        ------
+        OutOfSlotsError, OutOfPagesError
+            There are not `n` idle slots; not enough memory for the rows to be copied. Nothing was changed.
+        ConfigError, StateError, DriverError
+            As `share_prefix`.
+        """
+        self._enter()
+        return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
+
+    def shareable_pages(self, reqid: int, num_tokens: int) -> int:
+        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would map a second time, not create.
+
+        Raises
+        ------
+        ConfigError, StateError
+            An argument is out of range; the cache is closed.
+        """
+        self._look()
+        reqid, num_tokens = self._check_reqid(reqid), check_int("num_tokens", num_tokens, 0, self.layout.max_seq_len)
+        with self._gate.lock:
+            segments = self._state.backing.first_segments(reqid, self.layout.whole_pages(num_tokens))
+        return segments.pages * self.layout.num_planes
+
+    def freeable_pages(self, reqids: Iterable[int]) -> int:
+        """Pages over all planes by which `pages_available()` would grow if all these requests ended.
+
+        What other requests share stays, and what the requests have mapped ahead is available already. One that is not
+        active counts nothing.
+
+        Raises
+        ------
+        ConfigError, StateError
+            A reqid is out of range; the cache is closed.
+        """
+        self._look()
+        slots = {self._check_reqid(reqid) for reqid in reqids}
+        with self._gate.lock:
+            return freeable_pages(self._state, slots & self._state.slots.active - self._state.slots.ending)
+
+    # --- leaving the device and coming back ---------------------------------------------------------------------------
+
+    def swap_out(self, reqid: int) -> SwapHandle:
+        """Copy a request's K and V to host memory and end it here; `swap_in` brings it back.
+
+        One copy for each plane, of exactly its tokens, after the work queued so far on the current stream and beside
+        what is queued later. The slot is free at once. Its pages can be had by others, as those of a freed request,
+        once the copy is done; who needs them waits for that. Pages that it shares are copied too and stay with the
+        others.
+
+        Parameters
+        ----------
+        reqid : int
+            Its length is the longest that `step` was given for it.
+
+        Returns
+        -------
+        SwapHandle
+            Drop or `release` it when the request is not wanted any more.
+
+        Raises
+        ------
+        CapacityError
+            Host memory is short, in bytes; nothing was changed.
+        ConfigError, StateError
+            `reqid` is out of range; it is not active; the current stream is being captured. Nothing was changed.
+        DriverError
+            The driver could not copy; nothing was changed.
+        """
+        self._enter()
+        handle = self._swapper.swap_out(self._check_reqid(reqid))
+        self._mapper.run_pending()
+        return handle
+
+    def swap_in(self, handle: SwapHandle) -> int | None:
+        """Bring a request that was swapped out into a free slot and return its reqid there.
+
+        Its tokens are backed, by pages of its own also where it shared some before, and kernels launched on the current
+        stream after this call see them. Waits, as `step` does, for the mapper and for device work of freed requests
+        when memory is short; not for the copy.
+
+        Returns
+        -------
+        int or None
+            None: not enough memory, nothing was changed and the handle is good as before; free or preempt a request
+            and try again.
+
+        Raises
+        ------
+        OutOfSlotsError
+            All slots are active; nothing was changed.
+        ConfigError, StateError
+            `handle` is of another cache; it was swapped in or released already.
+        DriverError
+            The driver failed for another reason than memory; the handle is good as before.
+        """
+        self._enter()
+        reqid = self._swapper.swap_in(handle)
+        self._mapper.run_pending()
+        return reqid
+
+    def pause(self, *, offload: bool = False) -> int:
+        """Give memory back to the device until `resume`, keeping addresses, views and captured graphs valid.
+
+        Idle, lookahead, eager and free memory is given back and no more is mapped ahead. With `offload` active requests
+        go to host memory as well, each with all its rows, and nothing is left on the device. Until `resume` every call
+        that would change something raises `StateError`, but for `free_reqid` and `set_memory_limit`, which make room
+        for it; `stats`, `close` and other readers work. Waits for all work of the device and for the copies. Requests'
+        rows must not be read or written meanwhile: after `offload` that faults.
+
+        Returns
+        -------
+        int
+            Bytes given back to the device.
+
+        Raises
+        ------
+        CapacityError
+            Host memory is short, in bytes; nothing was changed.
+        StateError
+            The cache is paused already; device work or a copy did not end in time; the current stream is being
+            captured.
+        DriverError
+            The driver failed; no request lost a row and the cache is not paused, or, where undoing it failed too, a
+            `StateError` says that it is. What failed after requests had left brings them back sharing no pages.
+        """
+        self._enter()
+        return self._pauser.pause(offload=check_bool("offload", offload))
+
+    def resume(self) -> None:
+        """Undo `pause`: bring requests back to their slots, at their lengths, and serve again.
+
+        Kernels launched on the current stream after this call see the rows. Waits as `step` does, not for the copies.
+        Requests that went to host memory share no pages any more, so they may need more memory than before; what is
+        missing can be had by `free_reqid` and `set_memory_limit`.
+
+        Raises
+        ------
+        OutOfPagesError
+            There is no memory for the requests now; the cache stays paused and nothing was changed.
+        StateError
+            The cache is not paused.
+        DriverError
+            The driver failed; the cache stays paused.
+        """
+        self._enter()
+        self._pauser.resume()
+        self._mapper.run_pending()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -378,3 +618,28 @@ class SlicedKVCache(PrefixSharing, MovableMemory):
         shut_down(self._state, self._mapper)
         self._finalizer.detach()
         self._views.clear()
+
+    # --- how a call begins --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Begin a call that takes the lock.
+
+        Raises
+        ------
+        StateError
+            The cache is closed; this thread has the lock already, and would wait for itself.
+        """
+        self._check_open()
+        self._gate.refuse_inside()
+        if self._state.late_ends:
+            with self._gate.lock:
+                self._state.catch_up()
+
+    def _enter(self) -> None:
+        """Begin a call that changes something: raise what went wrong in the background since the last one."""
+        self._look()
+        if self._mapper.failure is not None:
+            self._mapper.raise_failure()
+
+    def _check_reqid(self, reqid: int) -> int:
+        return check_int("reqid", reqid, 0, self.layout.max_batch_size - 1)

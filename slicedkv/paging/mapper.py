@@ -1,6 +1,6 @@
 """`Mapper`: runs the planner's work, on a thread of its own ("background") or on the calling thread ("sync").
 
-The only module that starts a thread. The thread is started at the first work, lives as long as the cache, sleeps on
+The thread is started at the first work, lives as long as the cache, sleeps on
 the gate's condition and never spins; it holds no reference to the cache object, so a forgotten cache can be collected.
 A failure is kept for the next foreground call, which raises it; the thread goes on.
 """
@@ -10,26 +10,14 @@ from __future__ import annotations
 import _thread
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 
 from ..errors import OutOfPagesError, StateError
 from .planner import Planner, Work
 
-__all__ = ["Mapper", "wait_for_finishing"]
+__all__ = ["Mapper"]
 
 _FENCE_POLL_S = 0.002
 _JOIN_TIMEOUT_S = 4.0
-_FINISH_TRIES = 5
-
-_finishing: set[_thread.LockType] = set()
-"""A lock for each thread of `finish_elsewhere`, held while it runs."""
-
-
-def wait_for_finishing() -> None:
-    """Wait, for a bounded time, until every `finish_elsewhere` is done: the interpreter must not end under it."""
-    for running in list(_finishing):
-        running.acquire(timeout=_JOIN_TIMEOUT_S)
 
 
 class Mapper:
@@ -120,30 +108,6 @@ class Mapper:
         thread.join(_JOIN_TIMEOUT_S)
         if thread.is_alive():
             raise StateError(f"the mapper did not end within {_JOIN_TIMEOUT_S:g} s; a driver call hangs")
-
-    def finish_elsewhere(self, finish: Callable[[], None]) -> None:
-        """Run `finish` on a thread of its own, without waiting and without taking a lock; failures are tried again.
-
-        `wait_for_finishing` waits for its end.
-        """
-        running = _thread.allocate_lock()
-        running.acquire()
-        _finishing.add(running)
-
-        def run() -> None:
-            nonlocal finish
-            for _ in range(_FINISH_TRIES):
-                with suppress(Exception):
-                    finish()
-                    break
-            # What dies with it makes driver calls, too: an interpreter that has ended by then would end the process.
-            del finish
-            _finishing.discard(running)
-            running.release()
-
-        # threading.Thread takes locks of its own, which the thread that collects may hold.
-        with suppress(RuntimeError):  # the interpreter is at its end, and so is all memory
-            _thread.start_new_thread(run, ())
 
     # --- the thread -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Sharing a prefix: one page, many requests. `PrefixSharing` is what callers see, `Sharer` does it.
+"""`Sharer`: one page, many requests that begin alike.
 
 Requests share what lies at the start of a slot, at the same offset in every plane. Only whole handles (pages, or
 extents) that the prefix fills can be mapped twice; the rows behind the last of them are copied. With extents of 16
@@ -11,120 +11,19 @@ does so behind its own fence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from ..checks import check_int
 from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
-from ..facade import Facade
 from ..memory.change import Alias, Change, Growth
 from ..paging.growth import grow_now
 from ..paging.mapper import Mapper
 from ..paging.reclaim import reclaim_slot, require_room, wait_for
-from ..paging.victims import freeable_pages
 from ..state.cache_state import CacheState
 from .copier import Copier
 from .lifetime import Requests
 
-__all__ = ["PrefixSharing", "Sharer"]
-
-
-class PrefixSharing(Facade):
-    """The public calls of `SlicedKVCache` that share a prefix."""
-
-    _sharer: Sharer
-
-    def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool:
-        """Give a request without tokens the first `num_tokens` tokens of another, sharing all whole pages of them.
-
-        Both go on, grow and end independently of each other. Afterwards `dst` has `num_tokens` tokens, as after a step
-        to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
-        writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
-        it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
-        over, the call waits for it, as it does for that of other freed requests when memory is short. With `debug` it
-        also waits for the work queued on the current stream, as the pages become read-only. Costs the driver time of
-        one mapping per handle. What another thread asks of one of the two requests meanwhile, such as freeing it,
-        happens after this call.
-
-        Parameters
-        ----------
-        src : int
-            An active request.
-        dst : int
-            An active request that has had no step yet, such as `alloc_reqid()` returns.
-        num_tokens : int
-            At least 1 and at most the length of `src` in its last step.
-
-        Returns
-        -------
-        bool
-            False: not enough memory for the rows to be copied and the guard rows; no request lost or got anything.
-
-        Raises
-        ------
-        ConfigError
-            An argument is no integer or out of range, or `src` is `dst`.
-        StateError
-            A request is not active; `dst` has tokens; `src` has fewer than `num_tokens`; the current stream is being
-            captured; device work did not end in time. Nothing was changed.
-        DriverError
-            The driver failed for another reason than memory; no request lost or got anything.
-        """
-        self._enter()
-        src, dst = self._check_reqid(src), self._check_reqid(dst)
-        return self._sharer.share(src, dst, check_int("num_tokens", num_tokens, 1, self.layout.max_seq_len))
-
-    def fork(self, reqid: int, n: int = 1) -> list[int]:
-        """Begin `n` requests with all tokens of another one, sharing all whole pages of them; return their reqids.
-
-        As `n` times `alloc_reqid` and `share_prefix`, all or nothing, in the slots that have the least to unmap.
-
-        Parameters
-        ----------
-        reqid : int
-            An active request; the length of its last step counts.
-        n : int
-            At least 1.
-
-        Raises
-        ------
-        OutOfSlotsError, OutOfPagesError
-            There are not `n` idle slots; not enough memory for the rows to be copied. Nothing was changed.
-        ConfigError, StateError, DriverError
-            As `share_prefix`.
-        """
-        self._enter()
-        return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
-
-    def shareable_pages(self, reqid: int, num_tokens: int) -> int:
-        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would map a second time, not create.
-
-        Raises
-        ------
-        ConfigError, StateError
-            An argument is out of range; the cache is closed.
-        """
-        self._look()
-        reqid, num_tokens = self._check_reqid(reqid), check_int("num_tokens", num_tokens, 0, self.layout.max_seq_len)
-        with self._state.gate.lock:
-            segments = self._state.backing.first_segments(reqid, self.layout.whole_pages(num_tokens))
-        return segments.pages * self.layout.num_planes
-
-    def freeable_pages(self, reqids: Iterable[int]) -> int:
-        """Pages over all planes by which `pages_available()` would grow if all these requests ended.
-
-        What other requests share stays, and what the requests have mapped ahead is available already. One that is not
-        active counts nothing.
-
-        Raises
-        ------
-        ConfigError, StateError
-            A reqid is out of range; the cache is closed.
-        """
-        self._look()
-        slots = {self._check_reqid(reqid) for reqid in reqids}
-        with self._state.gate.lock:
-            return freeable_pages(self._state, slots & self._state.slots.active - self._state.slots.ending)
+__all__ = ["Sharer"]
 
 
 class Sharer:
@@ -145,7 +44,7 @@ class Sharer:
         self._copier = copier
 
     def share(self, src: int, dst: int, num_tokens: int) -> bool:
-        """See `PrefixSharing.share_prefix`."""
+        """See `SlicedKVCache.share_prefix`."""
         state = self._state
         if src == dst:
             raise ConfigError(f"src and dst are both reqid {src}; share with another request")
@@ -161,7 +60,7 @@ class Sharer:
         return True
 
     def fork(self, src: int, count: int) -> list[int]:
-        """See `PrefixSharing.fork`."""
+        """See `SlicedKVCache.fork`."""
         state = self._state
         with state.work("fork", src) as tickets:
             with state.gate.lock:

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from rig import PAGE, SMALL, Rig, mapper_threads, memory_files, wait_until
 
-from slicedkv import DriverError, SlicedKVCache, StateError
-from slicedkv.paging.mapper import wait_for_finishing
+from slicedkv import DriverError, SlicedKVCache, StateError, closing
 
 
 @pytest.fixture
@@ -281,7 +280,7 @@ def test_a_view_keeps_its_addresses_reserved() -> None:
     assert not is_reserved(first, num_bytes)
 
 
-def test_what_is_finished_elsewhere_is_gone_before_the_interpreter_may_end(rig: Rig) -> None:
+def test_what_is_finished_elsewhere_is_gone_before_the_interpreter_may_end() -> None:
     """What a dropped cache held dies on the thread that closes it, and frees addresses by driver calls of its own."""
     gone = []
 
@@ -293,6 +292,6 @@ def test_what_is_finished_elsewhere_is_gone_before_the_interpreter_may_end(rig: 
     def holding(parts: Parts) -> Callable[[], None]:
         return lambda: parts and None
 
-    rig.open()._mapper.finish_elsewhere(holding(Parts()))
-    wait_for_finishing()
+    closing._finish_elsewhere(holding(Parts()))
+    closing._wait_for_finishing()
     assert gone == [True]
