@@ -17,7 +17,7 @@ import torch
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.errors import OutOfPagesError
 from slicedkv.layout import KVLayout
-from slicedkv.state.cache_state.lengths import SeqLens
+from slicedkv.state.lengths import SeqLens
 from slicedkv.vmm.fake import FakeDriver
 
 GROUP = 32

@@ -68,7 +68,7 @@ def test_far_rows(
 def test_nothing_is_read_past_the_last_mapped_page(extra_tokens: int) -> None:
     """In a child process; one token more than is mapped must kill it, or the test would prove nothing."""
     child = Path(__file__).with_name("unmapped_tail.py")
-    paths = os.pathsep.join(str(path) for path in (child.parents[1], *sys.path) if str(path))
+    paths = os.pathsep.join(str(path) for path in (child.parents[1] / "support", *sys.path) if str(path))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, str(child), str(extra_tokens)], env=environment, capture_output=True, text=True, check=False

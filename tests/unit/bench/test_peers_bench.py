@@ -14,7 +14,7 @@ import fake_kvcached
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 SHAPE = (2, 2, 16)
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
 MODULES = ("peers", "batching", "child", "growing", "serving", "spin")

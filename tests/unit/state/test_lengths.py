@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slicedkv.errors import ConfigError
-from slicedkv.state.cache_state.lengths import LengthTable, parse_seq_lens
+from slicedkv.state.lengths import LengthTable, parse_seq_lens
 
 FORMS = [
     [3, 0, 7],

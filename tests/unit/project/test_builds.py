@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = ("slicedkv", "triton_kernels", "tests", "bench")
 MADE_HERE = shutil.ignore_patterns(

@@ -15,7 +15,7 @@ from slicedkv.cli import main
 from slicedkv.cli.plan import MODELS
 from slicedkv.layout import KVLayout, LayoutKind
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

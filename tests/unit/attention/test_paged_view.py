@@ -77,6 +77,6 @@ def test_steps_and_plans_wake_no_threads_of_torch():
             assert threads() > before
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr

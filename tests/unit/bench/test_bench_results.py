@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 ROWS = [{"measure": "one", "us": 1.5, "series": {"x": [1]}}, {"measure": "two", "us": 2.5}]
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 FILES = sorted((TESTS / "gpu").glob("test_*.py"))
 ALONE = ("free_bytes", "mem_get_info", "_sleep", "perf_counter")
 """Who compares the device's free memory, or counts on work being queued still, must be alone."""

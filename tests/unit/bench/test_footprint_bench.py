@@ -13,7 +13,7 @@ import torch
 from slicedkv.errors import ConfigError, OutOfPagesError
 from slicedkv.layout import KVLayout
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import footprint
 from layouts import LAYOUTS, layout_of, layouts, shapes
 from replay import GROUP, Books, Profile, largest_batch, measure_profile, replay, serve

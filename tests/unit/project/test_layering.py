@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "slicedkv"
 KERNELS = ROOT / "triton_kernels"
 TORCH_FREE = ("layout", "checks", "errors", "state.slots", "vmm.base", "memory.backing", "memory.host_pool")

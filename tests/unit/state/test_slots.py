@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slicedkv.errors import OutOfSlotsError, StateError
-from slicedkv.state.cache_state.slots import SlotTable
+from slicedkv.state.slots import SlotTable
 
 
 def table_with(mapped: list[int]) -> tuple[SlotTable, list[int]]:

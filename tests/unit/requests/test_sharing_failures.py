@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rig import QUIET, TOKENS, Rig, grow, mapped, wait_until
 
-from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError, sharing
+from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
+from slicedkv.requests import sharing
 
 SHARED = 4 * TOKENS + 5
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rig import QUIET, SMALL, TOKENS, Rig
 
-from slicedkv import SlicedKVCache, backing
+from slicedkv import SlicedKVCache
+from slicedkv.memory import backing
 from slicedkv.vmm import host
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slicedkv.state.cache_state.pace import Pace, latest_start
+from slicedkv.state.pace import Pace, latest_start
 
 
 def brute_force(slack: list[int], work: float) -> list[float]:

@@ -15,7 +15,7 @@ from slicedkv.engine import Engine, SamplingParams
 from slicedkv.errors import ConfigError
 from slicedkv.integrations.transformers import cache_for_model
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
 @pytest.fixture

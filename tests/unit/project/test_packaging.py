@@ -8,7 +8,7 @@ from pathlib import Path
 
 import slicedkv
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 

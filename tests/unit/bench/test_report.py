@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 from reporting import FIGURES, PLOTS
 from reporting.figure import Figure, most, reached, summarise
 from reporting.footprint import INTERLEAVED, SLICED, SMALL, SOURCE
 from reporting.pages import results_page, with_figures
 from reporting.plots import draw, drawable, stale_plots
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMON = {"machine": {"name": "m"}, "versions": {"python": "3"}, "date": "2026-01-01", "commit": "c", "command": "run"}
 
 

@@ -17,7 +17,7 @@ from slicedkv.cli.demo_plot import check_plot
 from slicedkv.cli.demo_prompts import draw_jobs
 from slicedkv.cli.display import LogDisplay, TerminalDisplay, Transcript
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
