@@ -25,7 +25,7 @@ from .paging.reclaim import set_memory_limit, trim
 from .paging.victims import available_pages, freeable_pages, has_room
 from .requests.copier import Copier
 from .requests.copy_on_write import CopyOnWrite
-from .requests.lifetime import Requests
+from .requests.lifetime import Lifetime
 from .requests.pause import Pauser
 from .requests.row_mover import RowMover
 from .requests.sharing import Sharer
@@ -105,10 +105,10 @@ class SlicedKVCache(Closeable):
         self._zeroer = Zeroer(self._state, copier) if config.zero_on_reuse else None
         self._copy_on_write = CopyOnWrite(self._state, copier)
         self._stepper = Stepper(self._state, self._mapper, self._copy_on_write, self._zeroer)
-        self._requests = Requests(self._state, planner, self._mapper)
-        self._sharer = Sharer(self._state, self._requests, self._mapper, copier)
+        self._lifetime = Lifetime(self._state, planner, self._mapper)
+        self._sharer = Sharer(self._state, self._lifetime, self._mapper, copier)
         mover = RowMover(self._state, self._zeroer)
-        self._swapper = Swapper(self._state, self._requests, mover)
+        self._swapper = Swapper(self._state, self._lifetime, mover)
         self._pauser = Pauser(self._state, self._mapper, mover)
         self._finalizer = weakref.finalize(self, abandon, self._state, self._mapper, os.getpid())
         self._finalizer.atexit = False  # the exit is handled where nothing can be in the way
@@ -188,7 +188,7 @@ class SlicedKVCache(Closeable):
             `seq_len` is out of range; the cache is closed; the driver failed to unmap, and no request began.
         """
         self._enter()
-        slot = self._requests.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        slot = self._lifetime.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         self._mapper.run_pending()
         return slot
 
@@ -201,7 +201,7 @@ class SlicedKVCache(Closeable):
             `seq_len` is out of range; `reqid` is not active.
         """
         self._enter()
-        self._requests.want(self._check_reqid(reqid), check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
+        self._lifetime.want(self._check_reqid(reqid), check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         self._mapper.run_pending()
 
     def free_reqid(self, reqid: int) -> None:
@@ -222,7 +222,7 @@ class SlicedKVCache(Closeable):
         reqid = self._check_reqid(reqid)
         if not self._gate.is_inside():
             self._enter()
-        self._requests.end(reqid)
+        self._lifetime.end(reqid)
         self._mapper.run_pending()
 
     def truncate(self, reqid: int, seq_len: int) -> None:
@@ -248,7 +248,7 @@ class SlicedKVCache(Closeable):
         """
         self._enter()
         seq_len = check_int("seq_len", seq_len, 0, self.layout.max_seq_len)
-        self._requests.truncate(self._check_reqid(reqid), seq_len)
+        self._lifetime.truncate(self._check_reqid(reqid), seq_len)
         self._mapper.run_pending()
 
     def is_active(self, reqid: int) -> bool:

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from .errors import StateError
+from .memory.patience import TIMEOUT_S
 from .paging.mapper import Mapper
 from .state.cache_state import CacheState
 from .unique import Unique
@@ -26,7 +27,7 @@ from .unique import Unique
 __all__ = ["Closeable", "abandon", "shut_down"]
 
 _PACKAGE = __name__.partition(".")[0]
-_FINISH_TRIES, _FINISH_TIMEOUT_S = 5, 4.0
+_FINISH_TRIES = 5
 _LAST_CALLS_S, _POLL_S = 2.0, 0.001
 
 _CLOSED = "the cache is closed; open a new one"
@@ -147,7 +148,7 @@ def _finish_elsewhere(finish: Callable[[], None]) -> None:
 def _wait_for_finishing() -> None:
     """Wait, for a bounded time, until every `_finish_elsewhere` is done: the interpreter must not end under it."""
     for running in list(_finishing):
-        running.acquire(timeout=_FINISH_TIMEOUT_S)
+        running.acquire(timeout=TIMEOUT_S)
 
 
 def _refuse_all() -> None:

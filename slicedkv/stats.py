@@ -6,8 +6,12 @@ Knows no other module. Counters are plain attributes, changed with the gate's lo
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Literal, TypeAlias
 
-__all__ = ["CacheStats", "Counters", "StepRecord"]
+__all__ = ["CacheStats", "Counters", "Reason", "StepRecord"]
+
+Reason: TypeAlias = Literal["growth", "prefetch", "lookahead", "eager"]
+"""What pages are mapped for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,18 @@ class Counters:
     swaps_out: int = 0
     swaps_in: int = 0
     last_step: StepRecord = field(default_factory=lambda: StepRecord(ok=True))
+
+    def count_mapped(self, reason: Reason, pages: int) -> None:
+        """Add pages that were mapped, by what for."""
+        match reason:
+            case "growth":
+                self.pages_growth += pages
+            case "prefetch":
+                self.pages_prefetch += pages
+            case "lookahead":
+                self.pages_lookahead += pages
+            case "eager":
+                self.pages_eager += pages
 
     def as_dict(self) -> dict[str, int | float | StepRecord]:
         """Values by name."""

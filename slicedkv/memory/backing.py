@@ -62,12 +62,12 @@ class Backing:
     @property
     def held_pages(self) -> int:
         """Pages of memory behind all slots and planes, each once, also those about to be unmapped. Lock held."""
-        return self.staying_pages + self._leaving * self.layout.num_planes
+        return sum(self._mapped) * self.layout.num_planes - self.shared.alias_pages + self.leaving_pages
 
     @property
-    def staying_pages(self) -> int:
-        """Those that are not about to be unmapped; fewer than that while mappings of shared ones are. Lock held."""
-        return sum(self._mapped) * self.layout.num_planes - self.shared.alias_pages
+    def leaving_pages(self) -> int:
+        """Pages over all planes that are struck off and not unmapped yet, also where others share them. Lock held."""
+        return self._leaving * self.layout.num_planes
 
     def mapped_handles(self) -> Iterator[int]:
         """Every handle, once per mapping."""
@@ -103,7 +103,7 @@ class Backing:
         free_before = self.pool.free_pages
         pieces = self._pieces(change)
         planes, extent_pages = self.layout.num_planes, self.pool.extent_pages
-        divisions = divide(pieces, self.pool.obtainable_extents // planes, extent_pages)
+        divisions = divide(pieces, self.pool.available_extents // planes, extent_pages)
         handles = self.pool.take(planes * sum(d.pages for d in divisions), planes * sum(d.extents for d in divisions))
         failure: DriverError | None = None
         try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import StateError
+from .patience import TIMEOUT_S
 
 __all__ = ["Claim", "Gate"]
 
@@ -47,7 +48,7 @@ class Gate:
         Longest wait for the token, in seconds.
     """
 
-    def __init__(self, timeout_s: float = 4.0) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.mutex = threading.RLock()
         self.lock = _Condition(self.mutex)
         self.timeout_s = timeout_s
@@ -117,7 +118,7 @@ class Gate:
         self.claim = Claim(purpose)
         return True
 
-    def release_claim(self) -> None:
+    def drop_claim(self) -> None:
         """Undo `try_claim`. Call with the lock held, before it was given up."""
         self.claim = None
 

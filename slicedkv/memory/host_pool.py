@@ -19,11 +19,11 @@ from ..layout import align_up
 from ..vmm.base import Driver, Fence
 from ..vmm.intervals import Intervals
 from .gate import Gate
+from .patience import TIMEOUT_S
 
 __all__ = ["HostPool", "HostSpan"]
 
 _CHUNK_BYTES = 256 << 20
-_FENCE_TIMEOUT_S = 4.0
 _SLOWEST_BYTES_PER_S = 1e8
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which the mmap module lacks; see madvise(2), Linux 4.14
 
@@ -193,7 +193,7 @@ class HostPool:
 
     def wait(self, *spans: HostSpan) -> bool:
         """Wait for the copies of spans, for a bounded time that grows with their bytes; False when it ran out."""
-        timeout_s = _FENCE_TIMEOUT_S + sum(span.num_bytes for span in spans) / _SLOWEST_BYTES_PER_S
+        timeout_s = TIMEOUT_S + sum(span.num_bytes for span in spans) / _SLOWEST_BYTES_PER_S
         return all(span.fence is None or self._driver.wait_fence(span.fence, timeout_s) for span in spans)
 
     def trim(self) -> None:

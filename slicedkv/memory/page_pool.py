@@ -15,6 +15,7 @@ from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
 from ..unique import Unique
 from ..vmm.base import Driver
 from .gate import Gate
+from .patience import again_under_pressure
 from .pool_shares import Shares
 from .references import Handles, References
 
@@ -91,7 +92,7 @@ class PagePool(Unique):
         return len(self._free.pages) + len(self._free.extents) * self.extent_pages
 
     @property
-    def ready_pages(self) -> int:
+    def free_singles(self) -> int:
         """Free handles of one page."""
         return len(self._free.pages)
 
@@ -103,7 +104,8 @@ class PagePool(Unique):
     @property
     def in_flight_pages(self) -> int:
         """Pages neither free nor there to stay, by the books: being mapped or unmapped. Not for caches that share."""
-        return self._created_pages - self.free_pages - sum(cache.backing.staying_pages for cache in self.shares.members)
+        holdings = [member.backing for member in self.shares.members]
+        return self._created_pages - self.free_pages - sum(held.held_pages - held.leaving_pages for held in holdings)
 
     @property
     def available_pages(self) -> int:
@@ -111,7 +113,7 @@ class PagePool(Unique):
         return self.free_pages + self.creatable_pages
 
     @property
-    def obtainable_extents(self) -> int:
+    def available_extents(self) -> int:
         """Extents that can be had without breaking up or unmapping anything."""
         if self.extent_pages == 1:
             return 0
@@ -173,12 +175,7 @@ class PagePool(Unique):
             return []
         num_bytes = handle_pages * self.page_bytes
         try:
-            try:
-                handles = self.driver.create_batch(num_bytes, count)
-            except DriverError as error:
-                if not error.out_of_memory or not self.driver.relieve_pressure():
-                    raise
-                handles = self.driver.create_batch(num_bytes, count)
+            handles = again_under_pressure(self.driver, lambda: self.driver.create_batch(num_bytes, count))
         except DriverError as error:
             if not error.out_of_memory:
                 raise

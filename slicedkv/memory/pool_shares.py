@@ -27,8 +27,8 @@ class Holding(Protocol):
         """Pages of memory behind all its slots and planes."""
 
     @property
-    def staying_pages(self) -> int:
-        """Those of them that are not about to be unmapped."""
+    def leaving_pages(self) -> int:
+        """Those of them that are about to be unmapped."""
 
     def mapped_handles(self) -> Iterable[int]:
         """Every handle it has mapped, once per mapping."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ..errors import DriverError, OutOfPagesError
 from ..vmm.base import Driver, MappedRange, Run
+from .patience import again_under_pressure
 
 __all__ = ["Reservation", "map_runs"]
 
@@ -61,12 +62,7 @@ def map_runs(driver: Driver, runs: Sequence[Run], page_bytes: int) -> None:
         Nothing was mapped, unless the latter says `left_behind`.
     """
     try:
-        try:
-            driver.map_batch(runs)
-        except DriverError as error:
-            if error.left_behind or not error.out_of_memory or not driver.relieve_pressure():
-                raise
-            driver.map_batch(runs)
+        again_under_pressure(driver, lambda: driver.map_batch(runs))
     except DriverError as error:
         if error.left_behind or not error.out_of_memory:
             raise

@@ -47,7 +47,7 @@ class Segments:
         self.sizes.extend(other.sizes)
         self.handles.extend(other.handles)
 
-    def part(self, first: int, end: int) -> Segments:
+    def between(self, first: int, end: int) -> Segments:
         """Return a copy of segments ``[first, end)``."""
         found, planes = Segments(), self.planes
         found.sizes, found.handles = self.sizes[first:end], self.handles[first * planes : end * planes]
@@ -67,11 +67,11 @@ class Segments:
 
     def within(self, pages: int) -> Segments:
         """Return a copy of the segments that lie wholly in the first `pages` pages."""
-        return self.part(0, sum(end <= pages for end in accumulate(self.sizes)))
+        return self.between(0, sum(end <= pages for end in accumulate(self.sizes)))
 
     def split(self, first: int) -> Segments:
         """Remove and return the segments from `first` on."""
-        tail = self.part(first, len(self.sizes))
+        tail = self.between(first, len(self.sizes))
         self.replace(first, len(self.sizes), Segments())
         return tail
 

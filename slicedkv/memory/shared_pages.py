@@ -16,7 +16,7 @@ from .change import Alias, Cut, Swap
 from .references import References
 from .segments import Segments
 
-__all__ = ["Release", "SharedPages"]
+__all__ = ["Reckoning", "SharedPages"]
 
 
 class SharedPages:
@@ -122,9 +122,9 @@ class SharedPages:
                 left -= filled
         return common
 
-    def release(self) -> Release:
+    def reckoning(self) -> Reckoning:
         """Begin to reckon what becomes free when slots let go of pages, one after another."""
-        return Release(self, self._segments, self._references)
+        return Reckoning(self, self._segments, self._references)
 
     def bound(self, slot: int) -> int:
         """Segments at the start of a slot among which all shared ones are."""
@@ -172,7 +172,7 @@ class SharedPages:
         found: list[Swap] = []
         for _, group in groupby(enumerate(shared), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in group]
-            segments = self._segments[slot].part(indices[0], indices[-1] + 1)
+            segments = self._segments[slot].between(indices[0], indices[-1] + 1)
             end = ends[indices[-1]]
             found.append(Swap(Cut(slot, end - segments.pages, end, segments), indices[0]))
         return found
@@ -195,7 +195,7 @@ class SharedPages:
             raise StateError(f"{mapped - unique} pages are aliases, but {self.alias_pages} are counted")
 
 
-class Release:
+class Reckoning:
     """What becomes free when slots let go of pages, one after another: with the last mapping, and not before.
 
     Nothing is unmapped by it. Good for as long as the gate's lock is held.

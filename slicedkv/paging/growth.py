@@ -6,17 +6,14 @@ Both functions are called by whoever holds the gate's work token (*token*). Who 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ..errors import LostSlotsError, OutOfPagesError
 from ..memory.change import Change
 from ..state.cache_state import CacheState
 from ..state.protection import changing
+from ..stats import Reason
 from .reclaim import take_back
 
-__all__ = ["Reason", "grow_now", "grow_slots"]
-
-Reason = Literal["growth", "prefetch", "lookahead", "eager", "stock", "reclaim"]
+__all__ = ["grow_now", "grow_slots"]
 
 
 def grow_slots(state: CacheState, change: Change, reason: Reason) -> None:
@@ -49,10 +46,9 @@ def grow_slots(state: CacheState, change: Change, reason: Reason) -> None:
         for alias in change.aliases:  # also when what follows fails
             state.note_shared(alias.slot)
             state.note_shared(alias.source)
-        counters, name = state.counters, f"pages_{reason}"
-        setattr(counters, name, getattr(counters, name) + pages * state.layout.num_planes)
+        counters, planes = state.counters, state.layout.num_planes
+        counters.count_mapped(reason, pages * planes)
         counters.extents_mapped += extents
-        planes = state.layout.num_planes
         counters.pages_shared += sum(alias.segments.pages for alias in change.aliases) * planes
         counters.pages_copied += sum(swap.pages for swap in change.swaps) * planes
 

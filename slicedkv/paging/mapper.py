@@ -12,12 +12,12 @@ import threading
 import time
 
 from ..errors import OutOfPagesError, StateError
-from .planner import Planner, Work
+from ..memory.patience import TIMEOUT_S
+from .planner import Grow, Planner, Work
 
 __all__ = ["Mapper"]
 
 _FENCE_POLL_S = 0.002
-_JOIN_TIMEOUT_S = 4.0
 
 
 class Mapper:
@@ -105,9 +105,9 @@ class Mapper:
             self._gate.lock.notify_all()
         if thread is None or thread.ident == _thread.get_ident():
             return
-        thread.join(_JOIN_TIMEOUT_S)
+        thread.join(TIMEOUT_S)
         if thread.is_alive():
-            raise StateError(f"the mapper did not end within {_JOIN_TIMEOUT_S:g} s; a driver call hangs")
+            raise StateError(f"the mapper did not end within {TIMEOUT_S:g} s; a driver call hangs")
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Mapper:
                     work = self._plan()
                     if work is not None:
                         return work
-                    self._gate.release_claim()
+                    self._gate.drop_claim()
                 waiting = not self._failed and self._awaits_device()
                 lock.wait(_FENCE_POLL_S if waiting else None)
                 self._state.news |= waiting
@@ -181,7 +181,7 @@ class Mapper:
                 self._state.counters.hidden_map_us += seconds * 1e6
             else:
                 self._state.counters.critical_map_us += seconds * 1e6
-            if work.reason == "lookahead":
+            if isinstance(work, Grow) and work.reason == "lookahead":
                 mappings = sum(pages for _, pages in work.growths) * self._state.layout.num_planes
                 asked = self._answering
                 since_asked = None if asked is None else time.perf_counter() - asked

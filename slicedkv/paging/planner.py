@@ -13,15 +13,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from statistics import median_low
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..memory.change import Change, Growth
 from ..state.cache_state import CacheState
-from .growth import Reason, grow_slots
+from ..stats import Reason
+from .growth import grow_slots
 from .reclaim import reclaim_slot
-from .victims import idle_victims
+from .victims import idle_victims, unpromised_pages
 
-__all__ = ["Planner", "Work"]
+__all__ = ["Grow", "Planner", "Reclaim", "Stock", "Work"]
 
 _BATCH_HANDLES = 128
 """Handles in one batch: 128 at 38 us each (map and set access on an H200) keep the driver for 5 ms.
@@ -31,17 +32,28 @@ is busy in Python, where every batch costs it two or three waits for the GIL of 
 """
 
 
-class Work(NamedTuple):
-    """One batch: growths, or for "stock" a number of handles to create, or for "reclaim" a slot to take pages from.
-
-    `keep_pages` pages per plane stay in that slot.
-    """
+class Grow(NamedTuple):
+    """Map pages."""
 
     reason: Reason
-    growths: tuple[Growth, ...] = ()
-    handles: int = 0
-    slot: int = -1
+    growths: tuple[Growth, ...]
+
+
+class Stock(NamedTuple):
+    """Create handles of one page ahead of need."""
+
+    handles: int
+
+
+class Reclaim(NamedTuple):
+    """Take pages from a slot, all but `keep_pages` per plane."""
+
+    slot: int
     keep_pages: int = 0
+
+
+Work: TypeAlias = Grow | Stock | Reclaim
+"""One batch."""
 
 
 class Planner:
@@ -72,7 +84,7 @@ class Planner:
         if self.state.unscheduled and self.state.lengths.distance:
             self._schedule()
         urgent, later = (self._prefetch, self._lookahead), (self._eager, self._stock, self._reclaim)
-        for propose in (*urgent, self._part, self._surplus, *later):
+        for propose in (*urgent, self._unshare, self._surplus, *later):
             work = propose()
             if work is not None:
                 return work
@@ -81,14 +93,15 @@ class Planner:
     def execute(self, work: Work) -> float:
         """*token* Do one batch and return the seconds spent in the driver."""
         started = time.perf_counter()
-        self._set_slots(frozenset(growth.slot for growth in work.growths))
+        self._set_slots(frozenset(growth.slot for growth in work.growths) if isinstance(work, Grow) else frozenset())
         try:
-            if work.growths:
-                grow_slots(self.state, Change(work.growths), work.reason)
-            elif work.reason == "stock":
-                self.state.pool.stock(work.handles)
-            else:
-                reclaim_slot(self.state, work.slot, wait=False, keep_pages=work.keep_pages)
+            match work:
+                case Grow(reason, growths):
+                    grow_slots(self.state, Change(growths), reason)
+                case Stock(handles):
+                    self.state.pool.stock(handles)
+                case Reclaim(slot, keep_pages):
+                    reclaim_slot(self.state, slot, wait=False, keep_pages=keep_pages)
         finally:
             self._set_slots(None)
         return time.perf_counter() - started
@@ -107,7 +120,7 @@ class Planner:
         self._scheduled_at = state.counters.steps
         state.unscheduled = False
         lengths, layout = state.lengths, state.layout
-        self._urgent_first = sorted((slot for slot in state.slots.active if lengths.touched[slot]), key=lengths.slack)
+        self._urgent_first = sorted((slot for slot in state.slots.active if lengths.longest[slot]), key=lengths.slack)
         if distance is not None:
             return  # `LengthTable.distance` is right for every slot
         slack = [lengths.slack(slot) for slot in self._urgent_first]
@@ -138,27 +151,27 @@ class Planner:
     def _pages_after(self, slot: int) -> int:
         """Pages per plane with which a slot has at least one more token than now."""
         lengths, layout = self.state.lengths, self.state.layout
-        return layout.pages_for(min(max(lengths.backed[slot], lengths.touched[slot]) + 1, layout.max_seq_len))
+        return layout.pages_for(min(max(lengths.backed[slot], lengths.longest[slot]) + 1, layout.max_seq_len))
 
-    def _part(self) -> Work | None:
+    def _unshare(self) -> Work | None:
         """Unmap what idle slots share with others: nothing can be built on that, and no memory is kept for anybody."""
         for slot in self._idle_sharers():
             if self.state.is_over(slot):
-                return Work("reclaim", slot=slot)
+                return Reclaim(slot)
         return None
 
     def _surplus(self) -> Work | None:
         """Unmap what requests that were cut short do not need any more, but for what lookahead would map again."""
         state = self.state
         for slot in list(state.surplus):
-            seq_len = state.lengths.touched[slot]
+            seq_len = state.lengths.longest[slot]
             keep = state.layout.pages_for(seq_len)
             if keep and state.backing.shared.end_page(slot) <= keep:  # shared pages are no use to write into
                 keep = state.layout.pages_for(min(seq_len + state.lengths.distance, state.layout.max_seq_len))
             if not state.spare_pages(slot, claim=keep):
                 state.surplus.discard(slot)
             elif state.is_over(slot):
-                return Work("reclaim", slot=slot, keep_pages=keep)
+                return Reclaim(slot, keep)
         return None
 
     def _idle_sharers(self) -> list[int]:
@@ -179,11 +192,11 @@ class Planner:
         """Keep handles of one page ready: what half of the requests need at once, at least one's, at most a batch."""
         planes, active = self.state.layout.num_planes, self.state.slots.num_active
         target = max(planes, min(planes * -(-active // 2), _BATCH_HANDLES))
-        ready = self.state.pool.ready_pages
+        ready = self.state.pool.free_singles
         if not self._background or not active or ready > target // 2:
             return None
         handles = min(target - ready, self.state.pool.creatable_pages)
-        return Work("stock", handles=handles) if handles > 0 else None
+        return Stock(handles) if handles > 0 else None
 
     def _reclaim(self) -> Work | None:
         return self._take_idle() if self._memory_is_low() else None
@@ -196,18 +209,16 @@ class Planner:
         """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
         for slot in idle_victims(self.state):
             if self.state.is_over(slot):
-                return Work("reclaim", slot=slot)
+                return Reclaim(slot)
         return None
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
         """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
         chosen = tuple(_within(growths, self._affordable(), self.state.pool.extent_pages, self.state.layout.num_planes))
-        return Work(reason, chosen) if chosen else None
+        return Grow(reason, chosen) if chosen else None
 
     def _affordable(self) -> int:
-        pool = self.state.pool
-        unpromised = pool.available_pages - pool.shares.promised(besides=self.state)
-        return max(0, unpromised) // self.state.layout.num_planes
+        return max(0, unpromised_pages(self.state)) // self.state.layout.num_planes
 
     def awaits_device(self) -> bool:
         """True when idle pages that are to go only wait for device work to end. Lock held."""

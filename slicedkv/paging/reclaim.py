@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import OutOfPagesError, StateError
+from ..memory.patience import TIMEOUT_S
 from ..state.cache_state import CacheState
 from ..state.protection import changing
 from ..vmm.base import Fence
-from .victims import Candidates, candidates, freed_pages, obtainable_pages, takeable, victims
+from .victims import Candidates, candidates, freed_pages, unpromised_pages, victims, victims_beyond_share
 
 __all__ = [
     "claim_share",
@@ -26,8 +27,6 @@ __all__ = [
     "wait_for_slot",
 ]
 
-_FENCE_TIMEOUT_S = 4.0
-
 
 def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> Candidates:
     """*token* Return what may be taken back; refuse a need over all planes that not even all of it meets.
@@ -39,7 +38,7 @@ def require_room(state: CacheState, need_pages: int, creatable: int | None = Non
     """
     with state.gate.lock:
         found = candidates(state)
-        total = obtainable_pages(state, creatable) + sum(freed_pages(*part) for part in found)
+        total = unpromised_pages(state, creatable) + sum(freed_pages(*of_one) for of_one in found)
     _refuse_beyond(state, need_pages, total)
     return found
 
@@ -73,20 +72,20 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
         There is not that much: nothing was unmapped, unless requests came and took it meanwhile.
     """
 
-    def obtainable() -> int:
+    def unpromised() -> int:
         with state.gate.lock:
-            return obtainable_pages(state, creatable)
+            return unpromised_pages(state, creatable)
 
-    if obtainable() < need_pages:
-        _take(require_room(state, need_pages, creatable), lambda: obtainable() >= need_pages)
+    if unpromised() < need_pages:
+        _take(require_room(state, need_pages, creatable), lambda: unpromised() >= need_pages)
         # Less than was found, when an idle slot went to a request meanwhile.
-        _refuse_beyond(state, need_pages, obtainable())
+        _refuse_beyond(state, need_pages, unpromised())
 
 
 def _take(found: Candidates, enough: Callable[[], bool]) -> None:
     """*token* Unmap what was found in caches, one slot after another, until there is enough."""
-    for owner, part in found:
-        for slot, pages, _ in part:
+    for owner, victims_of_owner in found:
+        for slot, pages, _ in victims_of_owner:
             if enough():
                 return
             reclaim_slot(owner, slot, wait=True, keep_pages=owner.backing.mapped(slot) - pages)
@@ -144,8 +143,8 @@ def wait_for_slot(state: CacheState, slot: int) -> None:
 
 def wait_for(state: CacheState, fence: Fence, what: str) -> None:
     """*token* Wait for a fence, for a bounded time; `what` appears in the `StateError` when it is not done by then."""
-    if not state.pool.driver.wait_fence(fence, _FENCE_TIMEOUT_S):
-        raise StateError(f"waited {_FENCE_TIMEOUT_S:g} s for {what}; its pages stay mapped")
+    if not state.pool.driver.wait_fence(fence, TIMEOUT_S):
+        raise StateError(f"waited {TIMEOUT_S:g} s for {what}; its pages stay mapped")
 
 
 def trim_slots(state: CacheState) -> None:
@@ -185,9 +184,9 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
 
     with state.gate.lock:
         pool.shares.check_limit(limit)
-        others = state.neighbours
-        found = [(state, takeable(state, own=True)), *((other, takeable(other)) for other in others)]
-        needed = in_use() - sum(freed_pages(*part) for part in found)
+        of_others = [(other, victims_beyond_share(other)) for other in state.neighbours]
+        found = [(state, victims_beyond_share(state, own=True)), *of_others]
+        needed = in_use() - sum(freed_pages(*of_one) for of_one in found)
     if needed <= limit:
         _take(found, enough)
         with state.gate.lock:

@@ -22,9 +22,9 @@ __all__ = [
     "has_room",
     "idle_victims",
     "next_slot",
-    "obtainable_pages",
-    "takeable",
+    "unpromised_pages",
     "victims",
+    "victims_beyond_share",
 ]
 
 
@@ -50,8 +50,8 @@ def next_slot(state: CacheState) -> int | None:
 def victims(state: CacheState) -> list[Victim]:
     """Everything that may be taken back, first things first."""
     ranked = _ranked(state, state.slots.active | state.slots.idle, next_slot(state))
-    release = state.backing.shared.release()
-    return [Victim(slot, pages, release.drop(slot, pages)[1]) for _, slot, pages in ranked]
+    reckoning = state.backing.shared.reckoning()
+    return [Victim(slot, pages, reckoning.drop(slot, pages)[1]) for _, slot, pages in ranked]
 
 
 def idle_victims(state: CacheState) -> list[int]:
@@ -71,13 +71,13 @@ def _ranked(state: CacheState, slots: Set[int], coming: int | None) -> list[tupl
     return sorted(ranked)
 
 
-def takeable(state: CacheState, *, own: bool = False) -> list[Victim]:
+def victims_beyond_share(state: CacheState, *, own: bool = False) -> list[Victim]:
     """`victims` down to the cache's share; idle slots first, unless it is for the cache's `own` sake."""
     backing = state.backing
-    beyond = max(0, backing.staying_pages - state.min_share_pages) // state.layout.num_planes
-    release, found = backing.shared.release(), []
+    beyond = max(0, backing.held_pages - backing.leaving_pages - state.min_share_pages) // state.layout.num_planes
+    reckoning, found = backing.shared.reckoning(), []
     for slot, pages, _ in sorted(victims(state), key=lambda victim: not own and state.slots.is_active(victim.slot)):
-        whole, freed = release.drop(slot, pages, beyond)
+        whole, freed = reckoning.drop(slot, pages, beyond)
         if whole:
             found.append(Victim(slot, whole, freed))
             beyond -= freed
@@ -93,10 +93,10 @@ def freeable_pages(state: CacheState, active: Set[int]) -> int:
     """Pages over all planes by which what can be had would grow if some active slots became idle."""
 
     def freed(ending: Set[int]) -> int:
-        release = state.backing.shared.release()
+        reckoning = state.backing.shared.reckoning()
         slots = state.slots.active | state.slots.idle
         pages = {slot: state.backing.mapped(slot) if slot in ending else state.spare_pages(slot) for slot in slots}
-        return sum(release.drop(slot, count)[1] for slot, count in pages.items())
+        return sum(reckoning.drop(slot, count)[1] for slot, count in pages.items())
 
     return (freed(active) - freed(frozenset())) * state.layout.num_planes
 
@@ -106,10 +106,10 @@ def candidates(state: CacheState) -> Candidates:
     others = state.neighbours
     for member in (state, *others):
         member.catch_up()
-    return [(state, victims(state)), *((other, takeable(other)) for other in others)]
+    return [(state, victims(state)), *((other, victims_beyond_share(other)) for other in others)]
 
 
-def obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
+def unpromised_pages(state: CacheState, creatable: int | None = None) -> int:
     """Pages that can be had without unmapping anything, beside what other caches were promised."""
     pool = state.pool
     unpromised = pool.free_pages - pool.shares.promised(besides=state)
@@ -118,8 +118,8 @@ def obtainable_pages(state: CacheState, creatable: int | None = None) -> int:
 
 def available_pages(state: CacheState) -> int:
     """Pages over all planes that can be had: free, creatable, and whatever may be taken back."""
-    others = sum(freed_pages(other, takeable(other)) for other in state.neighbours)
-    return max(0, obtainable_pages(state) + _own_pages(state) + others)
+    others = sum(freed_pages(other, victims_beyond_share(other)) for other in state.neighbours)
+    return max(0, unpromised_pages(state) + _own_pages(state) + others)
 
 
 def _own_pages(state: CacheState) -> int:

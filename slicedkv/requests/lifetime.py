@@ -1,12 +1,12 @@
-"""`Requests`: giving slots to requests and taking them back, with all the books that belong to it.
+"""`Lifetime`: a request gets a slot, is cut short, and ends; with all the books that belong to it.
 
-Arguments are checked by the cache. Nothing here maps, and only what a new request must not keep of its slot's pages is
-unmapped: those that other slots share, and the part of an extent that would be stranded. The mapper is told that there
-may be work.
+The cache checks arguments before it calls. Nothing is mapped here. A new request gives up what it must not keep of its
+slot: pages that other slots share, and the part of an extent that nobody could use. The mapper does the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from ..errors import OutOfSlotsError, StateError
@@ -15,12 +15,10 @@ from ..paging.planner import Planner
 from ..paging.reclaim import reclaim_slot
 from ..state.cache_state import CacheState
 
-__all__ = ["Requests"]
-
-_LOOK_AGAIN = -1
+__all__ = ["Lifetime"]
 
 
-class Requests:
+class Lifetime:
     """Begin and end requests of one cache.
 
     Parameters
@@ -35,48 +33,52 @@ class Requests:
         self._planner = planner
         self._mapper = mapper
 
-    def begin(self, seq_len: int, *, told: bool = True) -> int:
+    # --- the beginning ----------------------------------------------------------------------------------------------
+
+    def begin(self, seq_len: int, *, map_ahead: bool = True) -> int:
         """Activate the slot that suits `seq_len` tokens best; see `SlicedKVCache.alloc_reqid`.
 
-        With `told` the mapper maps them. Otherwise the caller, who holds the work token, does, or calls `undo_begin`.
+        With `map_ahead` the mapper maps them. Without, the caller holds the work token; it maps them, or it calls
+        `undo_begin`.
         """
         state = self._state
         pages = state.layout.pages_for(seq_len)
         while True:
             with state.gate.lock:
                 state.require_running()
-                found = state.best_fit(pages)
-                keep = self._keep(found, pages, told=told)
-                if keep is None:
-                    slot = self._activate(found)
-                    if seq_len and told:
-                        state.wanted[slot] = pages
-                        self._planner.note_prompt(seq_len)
-                    self._mapper.wake()
-                    return slot
-            with state.work("alloc_reqid") if told else nullcontext():
-                if found is not None and keep != _LOOK_AGAIN:
-                    reclaim_slot(state, found, wait=True, keep_pages=keep)
+                slot = state.best_fit(pages)
+                if slot is None:
+                    blocked, keep = map_ahead and bool(state.slots.ending), None
+                else:
+                    blocked, keep = bool(pages) and state.is_growing(slot), self._kept(slot, pages)
+                if not blocked and keep is None:
+                    return self._begin(slot, seq_len, map_ahead=map_ahead)
+            with state.work("alloc_reqid") if map_ahead else nullcontext():
+                if slot is not None and keep is not None and not blocked:
+                    reclaim_slot(state, slot, wait=True, keep_pages=keep)
 
-    def _keep(self, slot: int | None, pages: int, *, told: bool) -> int | None:
-        """Pages per plane of an idle slot to keep when more must go before it is handed out; None if nothing must.
+    def _begin(self, found: int | None, seq_len: int, *, map_ahead: bool) -> int:
+        """Lock held."""
+        slot = self._activate(found)
+        if seq_len and map_ahead:
+            self._state.wanted[slot] = self._state.layout.pages_for(seq_len)
+            self._planner.note_prompt(seq_len)
+        self._mapper.wake()
+        return slot
 
-        What it shares must go; what would be stranded must if nothing has to be waited for. `_LOOK_AGAIN` says to wait
-        for the work token and choose anew: the mapper is mapping pages for the slot, or there is no idle slot before
-        another thread's call lets go of one whose request is over. Lock held.
+    def _kept(self, slot: int, pages: int) -> int | None:
+        """Pages per plane that a new request keeps of an idle slot, where others must go first; None if none must.
+
+        Shared pages must go. Stranded ones must if nothing has to be waited for. Lock held.
         """
         state = self._state
-        if slot is None:
-            return _LOOK_AGAIN if told and state.slots.ending else None
-        if pages and state.is_growing(slot):
-            return _LOOK_AGAIN
         if state.backing.shared.has(slot):
             return 0
         usable = state.usable_pages(slot, pages)
         return usable if usable < state.backing.mapped(slot) and state.is_over(slot) else None
 
     def begin_empty(self, count: int) -> list[int]:
-        """Activate `count` slots that have as little mapped as can be found. Lock held.
+        """Activate the `count` slots that have the least mapped. Lock held.
 
         Raises
         ------
@@ -107,7 +109,7 @@ class Requests:
         return slot
 
     def undo_begin(self, *slots: int) -> None:
-        """Make active slots idle again whose requests never began, behind the fences they had; lost ones stay lost."""
+        """Make slots idle again whose requests never began, behind the fences they had; lost ones stay lost."""
         with self._state.gate.lock:
             for slot in filter(self._state.slots.is_active, slots):
                 self._state.end(slot, None)
@@ -121,11 +123,13 @@ class Requests:
             state.wanted[slot] = max(state.layout.pages_for(seq_len), state.wanted.get(slot, 0))
             self._mapper.wake()
 
+    # --- the end ----------------------------------------------------------------------------------------------------
+
     def end(self, slot: int) -> None:
         """End a request behind the work queued so far; its pages stay.
 
         Waits for a pause under way, and for another thread's call that may end the request itself. In the middle of a
-        call of this thread, such as in a finalizer, it is put off.
+        call of this thread, such as in a finalizer, the end is put off.
         """
         state = self._state
         if state.gate.is_inside():
@@ -139,9 +143,7 @@ class Requests:
             if state.gate.is_working():
                 state.end_later(slot)
                 return
-        with state.work("free_reqid", slot, paused=True) as tickets, state.gate.lock:
-            state.slots.require_same(tickets)
-            self._end(slot)
+        self._after_others("free_reqid", slot, lambda: self._end(slot), paused=True)
 
     def _end(self, slot: int) -> None:
         """Lock held, and the work token while the cache is paused."""
@@ -157,9 +159,7 @@ class Requests:
             if not state.holds.has(slot):
                 self._truncate(slot, seq_len)
                 return
-        with state.work("truncate", slot) as tickets, state.gate.lock:
-            state.slots.require_same(tickets)
-            self._truncate(slot, seq_len)
+        self._after_others("truncate", slot, lambda: self._truncate(slot, seq_len))
 
     def _truncate(self, slot: int, seq_len: int) -> None:
         """Lock held, and the work token where another call held the slot."""
@@ -173,3 +173,9 @@ class Requests:
         state.surplus.add(slot)
         state.unscheduled = True
         self._mapper.wake()
+
+    def _after_others(self, purpose: str, slot: int, act: Callable[[], None], *, paused: bool = False) -> None:
+        """Wait until no other call uses the request, then act on it, unless it ended meanwhile."""
+        with self._state.work(purpose, slot, paused=paused) as tickets, self._state.gate.lock:
+            self._state.slots.require_same(tickets)
+            act()

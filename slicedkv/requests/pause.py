@@ -65,7 +65,7 @@ class Pauser:
     def _lens(self) -> dict[int, int]:
         """Tokens of every active slot that has pages. Lock held."""
         state = self._state
-        return {slot: state.lengths.touched[slot] for slot in sorted(state.slots.active) if state.backing.mapped(slot)}
+        return {slot: state.lengths.longest[slot] for slot in sorted(state.slots.active) if state.backing.mapped(slot)}
 
     def _take_spans(self, lens: Mapping[int, int]) -> Rows:
         """Host memory for the rows of slots."""
@@ -123,7 +123,7 @@ class Pauser:
         with state.work("resume", paused=True):
             if not state.paused:
                 raise StateError("the cache is not paused; there is nothing to resume")
-            rows = [(slot, span, state.lengths.touched[slot]) for slot, span in state.offloaded.items()]
+            rows = [(slot, span, state.lengths.longest[slot]) for slot, span in state.offloaded.items()]
             self._restore(rows)
             self._go_on(rows)
 

@@ -21,7 +21,7 @@ from ..paging.mapper import Mapper
 from ..paging.reclaim import reclaim_slot, require_room, wait_for
 from ..state.cache_state import CacheState
 from .copier import Copier
-from .lifetime import Requests
+from .lifetime import Lifetime
 
 __all__ = ["Sharer"]
 
@@ -32,14 +32,14 @@ class Sharer:
     Parameters
     ----------
     state : CacheState
-    requests : Requests
+    lifetime : Lifetime
     mapper : Mapper
     copier : Copier
     """
 
-    def __init__(self, state: CacheState, requests: Requests, mapper: Mapper, copier: Copier) -> None:
+    def __init__(self, state: CacheState, lifetime: Lifetime, mapper: Mapper, copier: Copier) -> None:
         self._state = state
-        self._requests = requests
+        self._lifetime = lifetime
         self._mapper = mapper
         self._copier = copier
 
@@ -66,20 +66,20 @@ class Sharer:
             with state.gate.lock:
                 state.hold(tickets)
                 num_tokens = state.lengths.last(src)
-                slots = self._requests.begin_empty(count)
+                slots = self._lifetime.begin_empty(count)
                 state.holds.add(slots)
             try:
                 if num_tokens:
                     self._share(src, slots, num_tokens)
                 else:
-                    self._part(slots)
+                    self._unshare(slots)
             except BaseException:
-                self._requests.undo_begin(*slots)
+                self._lifetime.undo_begin(*slots)
                 raise
         self._mapper.run_pending()
         return slots
 
-    def _part(self, slots: Sequence[int]) -> None:
+    def _unshare(self, slots: Sequence[int]) -> None:
         """*token* Unmap what the last requests in these slots shared and others still have."""
         with self._state.gate.lock:
             sharers = list(filter(self._state.backing.shared.has, slots))
@@ -89,9 +89,9 @@ class Sharer:
     def _check(self, src: int, dst: int, num_tokens: int) -> None:
         """Refuse what cannot be shared. Lock held."""
         lengths = self._state.lengths
-        if lengths.touched[dst]:
+        if lengths.longest[dst]:
             raise StateError(
-                f"reqid {dst} has {lengths.touched[dst]} tokens already; share a prefix with a request that has had no "
+                f"reqid {dst} has {lengths.longest[dst]} tokens already; share a prefix with a request that has had no "
                 "step, as alloc_reqid() returns"
             )
         if num_tokens > lengths.last(src):
@@ -138,7 +138,8 @@ class Sharer:
                 if state.config.zero_on_reuse:
                     self._copier.zero(slot, end_byte, end_page * layout.page_bytes)
         except BaseException:
-            state.holds.claims.clear()
+            with state.gate.lock:
+                state.holds.claims.clear()
             for slot in targets:
                 with suppress(DriverError, StateError):  # stays mapped, as what idle slots have does
                     reclaim_slot(state, slot, wait=True)

@@ -131,7 +131,7 @@ class Stepper:
         """Pages per plane that the requests which grow need. Lock held."""
         state = self._state
         lengths = lens.tolist()
-        return {slot: state.layout.pages_for(lengths[slot]) for slot in state.lengths.beyond_touched(lens)}
+        return {slot: state.layout.pages_for(lengths[slot]) for slot in state.lengths.beyond_longest(lens)}
 
     def _settle(self, lens: torch.Tensor, record: StepRecord, *, due: bool = False) -> None:
         """Note the outcome of a step that is True and let the mapper look ahead. Lock held."""
@@ -177,5 +177,5 @@ class Stepper:
 
     def _note_late(self, growths: tuple[Growth, ...]) -> None:
         """Widen lookahead when a request that was decoding had to wait for a page. Lock held."""
-        if any(pages == 1 and self._state.lengths.touched[slot] > 0 for slot, pages in growths):
+        if any(pages == 1 and self._state.lengths.longest[slot] > 0 for slot, pages in growths):
             self._state.pace.stalled()

@@ -18,7 +18,7 @@ from ..paging.growth import grow_now
 from ..paging.reclaim import reclaim_slot
 from ..state.cache_state import CacheState
 from ..unique import Unique
-from .lifetime import Requests
+from .lifetime import Lifetime
 from .row_mover import RowMover
 
 __all__ = ["SwapHandle", "Swapper"]
@@ -100,13 +100,13 @@ class Swapper:
     Parameters
     ----------
     state : CacheState
-    requests : Requests
+    lifetime : Lifetime
     mover : RowMover
     """
 
-    def __init__(self, state: CacheState, requests: Requests, mover: RowMover) -> None:
+    def __init__(self, state: CacheState, lifetime: Lifetime, mover: RowMover) -> None:
         self._state = state
-        self._requests = requests
+        self._lifetime = lifetime
         self._mover = mover
 
     def swap_out(self, slot: int) -> SwapHandle:
@@ -116,7 +116,7 @@ class Swapper:
             with state.gate.lock:
                 state.hold(tickets)
                 state.holds.leaving.add(slot)
-                seq_len, last_len = state.lengths.touched[slot], state.lengths.last(slot)
+                seq_len, last_len = state.lengths.longest[slot], state.lengths.last(slot)
             (span,) = state.host.take([self._mover.num_bytes(seq_len)])
             handle = SwapHandle(seq_len, last_len, span, state.host)
             try:
@@ -137,7 +137,7 @@ class Swapper:
         with state.work("swap_in"), handle._in_use():
             pages = state.layout.pages_for(handle.seq_len)
             free_before = state.pool.free_pages
-            slot = self._requests.begin(handle.seq_len, told=False)
+            slot = self._lifetime.begin(handle.seq_len, map_ahead=False)
             with state.gate.lock:
                 state.holds.add((slot,))
             before = state.backing.mapped(slot)
@@ -168,7 +168,7 @@ class Swapper:
     def _take_back(self, slot: int, pages: int, free_before: int) -> None:
         """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""
         state = self._state
-        self._requests.undo_begin(slot)
+        self._lifetime.undo_begin(slot)
         with state.gate.lock:
             state.holds.claims.pop(slot, None)
         if state.backing.mapped(slot) <= pages:

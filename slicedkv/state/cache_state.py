@@ -125,11 +125,7 @@ class CacheState:
         if not self.slots.is_active(slot):
             return claim
         wanted = 0 if slot in self.holds.emptied else self.wanted.get(slot, 0)
-        return max(self.layout.pages_for(self.lengths.touched[slot]), wanted, claim)
-
-    def reusable_pages(self, slot: int) -> int:
-        """Pages per plane of an idle slot that a new request can use; -1, worse than none, if they are shared."""
-        return -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
+        return max(self.layout.pages_for(self.lengths.longest[slot]), wanted, claim)
 
     def usable_pages(self, slot: int, pages: int) -> int:
         """Pages per plane of an idle slot with which a request of `pages` pages, or of unknown length (0), may begin.
@@ -138,13 +134,13 @@ class CacheState:
         because they belong to an extent of which it needs a part: then those before this extent. -1, worse than none,
         if they are shared, or if more are on their way.
         """
-        reusable = self.reusable_pages(slot)
+        mapped = -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
         if not pages:
-            return reusable
+            return mapped
         if self.is_growing(slot):
             return -1
         begin, end = self.backing.straddled(slot, pages)
-        return min(begin, reusable) if end - pages > pages // _PAGES_A_STRANDED_ONE else reusable
+        return min(begin, mapped) if end - pages > pages // _PAGES_A_STRANDED_ONE else mapped
 
     def is_growing(self, slot: int) -> bool:
         """True when the mapper is mapping pages, perhaps in extents, for a slot right now."""
@@ -197,7 +193,7 @@ class CacheState:
 
     def end(self, slot: int, fence: Fence | None) -> None:
         """Make an active slot idle behind `fence`, or behind the one it has; its pages stay."""
-        self.slots.release(slot, fence)
+        self.slots.deactivate(slot, fence)
         self._forget(slot)
         self.unscheduled = self.news = True
 
@@ -330,7 +326,7 @@ class CacheState:
         active_bytes = active_pages * plane_page_bytes - saved_bytes
         # What is in host memory, or on its way there, has no pages here. Rows that several requests share count once.
         backed = filter(self.backing.mapped, active)
-        rows = {slot: self.lengths.touched[slot] * self.layout.row_bytes for slot in backed}
+        rows = {slot: self.lengths.longest[slot] * self.layout.row_bytes for slot in backed}
         used_bytes = (sum(rows.values()) - shared.common_bytes(rows, page_bytes)) * planes
         return CacheStats(
             page_bytes=page_bytes,
@@ -375,18 +371,18 @@ class CacheState:
             backed = self.lengths.backed[slot]
             mapped = self.backing.mapped(slot)
             if self.slots.is_active(slot):
-                touched = self.lengths.touched[slot]
-                short = touched > backed and slot not in self.offloaded
+                longest = self.lengths.longest[slot]
+                short = longest > backed and slot not in self.offloaded
                 if backed != self.layout.tokens_backed(mapped) or short:
                     raise StateError(
-                        f"slot {slot}: {touched} tokens in use and {backed} counted as mapped, but {mapped} pages back "
+                        f"slot {slot}: {longest} tokens in use and {backed} counted as mapped, but {mapped} pages back "
                         f"{self.layout.tokens_backed(mapped)}"
                     )
                 if self.lengths.shared[slot] < self.layout.rows_within(self.backing.shared.end_page(slot)):
                     raise StateError(f"slot {slot}: rows in shared pages are not known as such")
                 kept = mapped - self.spare_pages(slot)  # whole handles, whose ends a request that was cut short has too
                 if self.backing.shared.end_page(slot) > kept and slot not in self.surplus:
-                    raise StateError(f"slot {slot} shares pages beyond its {touched} tokens")
+                    raise StateError(f"slot {slot} shares pages beyond its {longest} tokens")
             elif backed or self.lengths.knows(slot):
                 raise StateError(f"slot {slot} is idle but has lengths")
             elif slot in self.wanted or slot in self.surplus:

@@ -93,7 +93,7 @@ class LengthTable:
 
     Attributes
     ----------
-    touched : array of int
+    longest : array of int
         The longest length of the slot's request so far; 0 for idle slots.
     backed : array of int
         The longest length that is mapped; 0 for idle slots, so that any length there stands out.
@@ -111,16 +111,16 @@ class LengthTable:
     def __init__(self, num_slots: int, max_seq_len: int) -> None:
         self._max_seq_len = max_seq_len
         self.distance = 0
-        self.touched, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
+        self.longest, self.backed, self.trigger = (array("q", bytes(8 * num_slots)) for _ in range(3))
         self.shared, self._last = (array("q", bytes(8 * num_slots)) for _ in range(2))
         self.sharers: set[int] = set()
-        self._level = True  # no request is shorter than it was: `touched` holds the last lengths
+        self._level = True  # no request is shorter than it was: `longest` holds the last lengths
         with torch.inference_mode(False):  # a table made in that mode is written outside it, too
             self._zeros = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
             self._clamped = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
-            self._touched, self._backed, self._trigger, self._shared, self._last_lens = (
+            self._longest, self._backed, self._trigger, self._shared, self._last_lens = (
                 torch.frombuffer(column, dtype=torch.int64)
-                for column in (self.touched, self.backed, self.trigger, self.shared, self._last)
+                for column in (self.longest, self.backed, self.trigger, self.shared, self._last)
             )
 
     def is_quiet(self, lens: torch.Tensor) -> bool:
@@ -135,8 +135,8 @@ class LengthTable:
 
     def advance(self, lens: torch.Tensor) -> None:
         """Note that requests now have these lengths; 0 leaves a request as it was."""
-        torch.maximum(self._touched, lens, out=self._touched)
-        if torch.equal(self._touched, lens):
+        torch.maximum(self._longest, lens, out=self._longest)
+        if torch.equal(self._longest, lens):
             self._level = True
         else:  # some were left out, or are shorter than before
             torch.where(lens > 0, lens, self._lasts(), out=self._last_lens)
@@ -144,19 +144,19 @@ class LengthTable:
 
     def truncate(self, slot: int, seq_len: int) -> None:
         """Note that a request has only its first `seq_len` tokens left."""
-        self.touched[slot] = self._last[slot] = seq_len
+        self.longest[slot] = self._last[slot] = seq_len
 
     def knows(self, slot: int) -> bool:
         """True when a slot has a length of any kind."""
-        columns = (self.touched, self.backed, self.trigger, self.shared, self._last)
+        columns = (self.longest, self.backed, self.trigger, self.shared, self._last)
         return slot in self.sharers or any(column[slot] for column in columns)
 
     def last(self, slot: int) -> int:
         """The length that a slot's request had in its last step."""
-        return self.touched[slot] if self._level else self._last[slot]
+        return self.longest[slot] if self._level else self._last[slot]
 
     def _lasts(self) -> torch.Tensor:
-        return self._touched if self._level else self._last_lens
+        return self._longest if self._level else self._last_lens
 
     def writers(self, lens: torch.Tensor) -> list[int]:
         """Slots that may write rows in shared pages after a step to these lengths."""
@@ -169,7 +169,7 @@ class LengthTable:
 
         `last` is what counts as the length of its last step; by default it is as long as that.
         """
-        self.touched[slot] = self._last[slot] = seq_len
+        self.longest[slot] = self._last[slot] = seq_len
         if last is not None and last < seq_len:
             self._last_lens.copy_(self._lasts())
             self._level = False
@@ -184,9 +184,9 @@ class LengthTable:
         """Slots whose length is not mapped."""
         return _indices(lens > self._backed)
 
-    def beyond_touched(self, lens: torch.Tensor) -> list[int]:
+    def beyond_longest(self, lens: torch.Tensor) -> list[int]:
         """Slots whose request is longer than ever before."""
-        return _indices(lens > self._touched)
+        return _indices(lens > self._longest)
 
     def check_range(self, lens: torch.Tensor) -> None:
         """Raise `ConfigError` that names the first length outside ``[0, max_seq_len]``."""
@@ -199,11 +199,11 @@ class LengthTable:
 
     def slack(self, slot: int) -> int:
         """Tokens mapped behind a slot's request."""
-        return self.backed[slot] - self.touched[slot]
+        return self.backed[slot] - self.longest[slot]
 
     def is_due(self, slot: int) -> bool:
         """True when a slot's next page is asked for."""
-        return self.touched[slot] > self.trigger[slot]
+        return self.longest[slot] > self.trigger[slot]
 
     def set_backed(self, slot: int, backed: int) -> None:
         """Note what is mapped for an active slot."""
@@ -217,12 +217,12 @@ class LengthTable:
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
-        self.touched[slot] = self.backed[slot] = self.trigger[slot] = self._last[slot] = 0
+        self.longest[slot] = self.backed[slot] = self.trigger[slot] = self._last[slot] = 0
         self.share(slot, 0)
 
     def reset_all(self) -> None:
         """Forget all requests, so that no length counts as mapped."""
-        for slot in range(len(self.touched)):
+        for slot in range(len(self.longest)):
             self.reset(slot)
 
 

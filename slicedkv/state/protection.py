@@ -23,7 +23,7 @@ from .slots import SlotTable
 __all__ = ["Protector", "changing"]
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """Pages ``[first, end)`` of a slot, in every plane: one segment."""
 
     slot: int
@@ -48,23 +48,23 @@ class Protector:
         self._backing = backing
         self._slots = slots
         self._gate = backing.pool.gate
-        self._perhaps: set[_Part] = set()  # may be read-only
-        self._surely: set[_Part] = set()  # are, as far as the driver can be trusted; all of them are in `_perhaps` too
+        self._perhaps: set[_Span] = set()  # may be read-only
+        self._surely: set[_Span] = set()  # are, as far as the driver can be trusted; all of them are in `_perhaps` too
 
     @property
     def slots(self) -> set[int]:
         """Slots in which pages may be read-only. Lock held."""
-        return {part.slot for part in self._perhaps}
+        return {span.slot for span in self._perhaps}
 
     def hinders(self, slot: int, first_page: int, end_page: int) -> bool:
         """True when one of these pages of a slot may be read-only. Lock held."""
-        return any(part.overlaps(slot, first_page, end_page) for part in self._perhaps)
+        return any(span.overlaps(slot, first_page, end_page) for span in self._perhaps)
 
     def doubt(self, *cuts: Cut) -> None:
         """*token* Note that pages were unmapped, or were to be and may be mapped again: nobody knows what they are."""
         with self._gate.lock:
             ranges = [cut[:3] for cut in cuts]
-            self._surely = {part for part in self._surely if not any(part.overlaps(*range_) for range_ in ranges)}
+            self._surely = {span for span in self._surely if not any(span.overlaps(*range_) for range_ in ranges)}
 
     def settle(self) -> None:
         """*token* Make pages read-only that are shared, and writable that are not any more.
@@ -84,8 +84,8 @@ class Protector:
             self._surely &= self._perhaps
             opened, closed = self._perhaps - wanted, wanted - self._surely
         failure: DriverError | None = None
-        for parts, writable in ((opened, True), (closed, False)):
-            for joined in _joined(parts):
+        for spans, writable in ((opened, True), (closed, False)):
+            for joined in _joined(spans):
                 try:
                     self._protect(joined, writable=writable)
                 except DriverError as error:
@@ -93,27 +93,27 @@ class Protector:
         if failure is not None:
             raise failure
 
-    def _wanted(self) -> set[_Part]:
+    def _wanted(self) -> set[_Span]:
         """What is to be read-only. Lock held."""
         shared, lost = self._backing.shared, self._slots.lost
         in_use = self._slots.active | self._slots.idle
-        return {_Part(*span) for span in shared.spans(in_use, ignored=shared.mappings(lost))}
+        return {_Span(*found) for found in shared.spans(in_use, ignored=shared.mappings(lost))}
 
-    def _mapped(self) -> set[_Part]:
+    def _mapped(self) -> set[_Span]:
         """What is mapped in the slots where something may be read-only, but for lost ones. Lock held."""
         slots = self.slots - self._slots.lost
-        return {_Part(slot, *span) for slot in slots for span in self._backing.segment_spans(slot)}
+        return {_Span(slot, *found) for slot in slots for found in self._backing.segment_spans(slot)}
 
-    def _protect(self, parts: list[_Part], *, writable: bool) -> None:
-        """*token* Make neighbouring parts of a slot read-only or writable."""
+    def _protect(self, spans: list[_Span], *, writable: bool) -> None:
+        """*token* Make neighbouring spans of a slot read-only or writable."""
         with self._gate.lock:  # for the time of the call, and after one that failed, nobody knows
-            self._perhaps.update(parts)
-            self._surely.difference_update(parts)
+            self._perhaps.update(spans)
+            self._surely.difference_update(spans)
         for plane in self._backing.reservations:
-            mapped = plane.mapped_range(parts[0].slot, parts[0].first, parts[-1].end)
+            mapped = plane.mapped_range(spans[0].slot, spans[0].first, spans[-1].end)
             self._backing.pool.driver.protect(*mapped, writable=writable)
         with self._gate.lock:
-            (self._perhaps.difference_update if writable else self._surely.update)(parts)
+            (self._perhaps.difference_update if writable else self._surely.update)(spans)
 
     def check_integrity(self) -> None:
         """Raise `StateError` if pages are read-only that are not shared, or the other way round. Lock held.
@@ -127,14 +127,14 @@ class Protector:
                 raise StateError(f"slot {slot}: pages [{first}, {end}) are {what}, but not both shared and read-only")
 
 
-def _joined(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+def _joined(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
     """Neighbours together."""
-    run: list[_Part] = []
-    for part in sorted(parts):
-        if run and (run[-1].slot, run[-1].end) != (part.slot, part.first):
+    run: list[_Span] = []
+    for span in sorted(spans):
+        if run and (run[-1].slot, run[-1].end) != (span.slot, span.first):
             yield run
             run = []
-        run.append(part)
+        run.append(span)
     if run:
         yield run
 

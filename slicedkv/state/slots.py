@@ -142,12 +142,17 @@ class SlotTable:
         self.requests[slot] = self.generation(slot) + 1
         return slot
 
-    def deactivate(self, slot: int) -> None:
-        """Undo `activate`: the slot is idle again, behind the fence it had."""
+    def deactivate(self, slot: int, fence: Fence | None = None) -> None:
+        """Make an active slot idle, behind `fence`, which marks the end of the work that may still use it.
+
+        Without one it is idle behind the fence it had.
+        """
         self._end(slot)
         self._ending.discard(slot)
         self._active.remove(slot)
         self._idle.add(slot)
+        if fence is not None:
+            self._fences[slot] = fence
 
     def _end(self, slot: int) -> None:
         self.requests[slot] = -self.generation(slot)
@@ -158,12 +163,6 @@ class SlotTable:
         self._end(slot)
         self._ending.add(slot)
         self._fences[slot] = fence
-
-    def release(self, slot: int, fence: Fence | None) -> None:
-        """Make an active slot idle; `fence` marks the end of the work that may still use it."""
-        self.deactivate(slot)
-        if fence is not None:
-            self._fences[slot] = fence
 
     def lose(self, slot: int) -> None:
         """Never hand out `slot` again."""

@@ -257,7 +257,7 @@ def test_pool_that_is_not_a_multiple_of_the_granularity_is_refused(make_cache: M
         PagePool(driver, page_bytes=5000, memory_limit=MIB)
 
 
-@pytest.mark.parametrize("column", ["touched", "backed", "trigger", "shared", "_last"])
+@pytest.mark.parametrize("column", ["longest", "backed", "trigger", "shared", "_last"])
 def test_lengths_of_an_idle_slot_are_found(open_cache: Callable[..., Any], column: str) -> None:
     """A request that came to this slot would begin with tokens it never had."""
     cache, _, _ = open_cache(mapper="sync")

@@ -104,7 +104,7 @@ def test_a_late_end_is_its_own_requests(rig: Rig, cache: SlicedKVCache) -> None:
     with rig.pool.gate.lock:
         cache.free_reqid(reqid)
         cache._state.end(reqid, rig.driver.record_fence())  # the call that was interrupted ends it itself
-        cache._requests._activate(reqid)
+        cache._lifetime._activate(reqid)
     assert cache.is_active(reqid)
     cache.close()
 
@@ -199,7 +199,7 @@ def test_a_call_that_waited_is_refused_when_its_slot_has_another_request(rig: Ri
         state = cache._state
         with state.gate.lock:
             state.end(reqid, rig.driver.record_fence())
-            cache._requests._activate(reqid)
+            cache._lifetime._activate(reqid)
     for thread in threads:
         thread.join(5)
     assert sorted(refused) == sorted(calls)

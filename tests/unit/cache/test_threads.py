@@ -101,7 +101,7 @@ def test_a_step_that_waits_for_a_mapper_that_raises_maps_for_itself(rig: Rig, er
 
 
 def test_close_while_the_mapper_hangs_is_a_bounded_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slicedkv.paging.mapper._JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("slicedkv.paging.mapper.TIMEOUT_S", 0.1)
     cache = rig.open()
     block = Block(rig)
     cache.alloc_reqid(500)

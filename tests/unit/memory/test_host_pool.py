@@ -94,7 +94,7 @@ def test_a_span_is_not_used_again_before_its_copy_is_done(make: Make) -> None:
 
 
 def test_a_copy_that_never_ends_is_a_bounded_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slicedkv.memory.host_pool._FENCE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("slicedkv.memory.host_pool.TIMEOUT_S", 0.01)
     pool, _, fake = make(limit=64 * KIB)
     fake.hold_fences = True
     span = take(pool, 64 * KIB)

@@ -220,7 +220,7 @@ def test_a_cache_may_be_opened_while_the_books_are_compared(rig: Rig) -> None:
     thread = threading.Thread(target=lambda: opened.append(rig.open(**QUIET)))
 
     class Holding:
-        held_pages = staying_pages = 0
+        held_pages = leaving_pages = 0
 
         def mapped_handles(self) -> list[int]:
             if not thread.ident:

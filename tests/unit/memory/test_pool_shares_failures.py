@@ -50,7 +50,7 @@ def test_a_share_is_not_taken_for_a_slot_that_went_to_a_request_meanwhile(rig: R
 
     def take_the_other(op: str, args: object) -> None:
         if op == "unmap" and not one._state.slots.is_active(smaller):
-            assert one._requests.begin(4 * TOKENS) == smaller
+            assert one._lifetime.begin(4 * TOKENS) == smaller
 
     rig.driver.on_call = take_the_other
     if lowered:

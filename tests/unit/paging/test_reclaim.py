@@ -59,7 +59,7 @@ def test_nothing_is_unmapped_under_running_work(open_cache: Open) -> None:
 
 def test_a_fence_that_never_ends_is_a_bounded_error(open_cache: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, _, fake = open_cache(limit_pages=40, mapper="sync", lookahead_tokens=0)
-    monkeypatch.setattr("slicedkv.paging.reclaim._FENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slicedkv.paging.reclaim.TIMEOUT_S", 0.05)
     first, second = cache.alloc_reqid(), cache.alloc_reqid()
     assert cache.step({first: 15 * TOKENS})
     fake.hold_fences = True

@@ -151,7 +151,7 @@ def test_a_copy_waits_for_the_callers_stream_for_a_bounded_time(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, _, fake = open_cache(**QUIET)
-    monkeypatch.setattr("slicedkv.paging.reclaim._FENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slicedkv.paging.reclaim.TIMEOUT_S", 0.05)
     source = cache.alloc_reqid()
     assert cache.step({source: 4 * TOKENS})
     (target,) = cache.fork(source)

@@ -132,7 +132,7 @@ def test_what_others_copy_from_stays_until_it_is_copied(make_cache: MakeCache) -
     assert cache.step({child: 1})
     cache.set_memory_limit(cache.stats().mapped_bytes)
     with cache._gate.work("keeping the pages mapped"):
-        cache._requests.truncate(source, 5)
+        cache._lifetime.truncate(source, 5)
     assert mapped(cache, source) == cache.layout.pages_for(3000)
     assert cache.step({child: 3000})
     assert_stamped(cache, source, 5, seed=1)

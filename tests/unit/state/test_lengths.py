@@ -109,9 +109,9 @@ def test_touched_is_the_longest_length() -> None:
     table = LengthTable(2, 100)
     for lens in ([5, 0], [3, 1], [0, 2]):
         table.advance(torch.tensor(lens))
-    assert list(table.touched) == [5, 2]
+    assert list(table.longest) == [5, 2]
     table.reset(0)
-    assert list(table.touched) == [0, 2]
+    assert list(table.longest) == [0, 2]
 
 
 def test_a_full_slot_never_triggers() -> None:
@@ -131,4 +131,4 @@ def test_parsing_does_not_keep_the_callers_memory() -> None:
     table, lens = LengthTable(2, 100), torch.tensor([4, 5])
     table.advance(parse_seq_lens(lens, 2))
     lens.fill_(99)
-    assert list(table.touched) == [4, 5]
+    assert list(table.longest) == [4, 5]

@@ -346,7 +346,7 @@ def test_another_cache_of_the_pool_that_takes_pages_settles_too(rig: Rig) -> Non
 
 
 def test_sharing_waits_for_what_may_still_write_the_prefix(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slicedkv.paging.reclaim._FENCE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("slicedkv.paging.reclaim.TIMEOUT_S", 0.01)
     cache = rig.open(debug=True, **QUIET)
     source = cache.alloc_reqid()
     assert cache.step({source: 4 * TOKENS})

@@ -22,9 +22,9 @@ def test_best_fit_avoids_slots_whose_work_may_still_run() -> None:
     slots, mapped = table_with([5, 5, 5])
     for fence in ("first", "second"):
         slot = slots.activate(slots.best_fit(5, mapped.__getitem__))
-        slots.release(slot, fence)
+        slots.deactivate(slot, fence)
         slots.activate(slot)
-        slots.release(slot, fence)
+        slots.deactivate(slot, fence)
     assert slots.fence(0) == "first"
     assert slots.best_fit(5, mapped.__getitem__) == 2
     slots.clear_fences([0])
@@ -37,7 +37,7 @@ def test_states() -> None:
     with pytest.raises(OutOfSlotsError, match="none of 2 slots is idle: 2 active; free") as caught:
         slots.activate(slots.best_fit(1, mapped.__getitem__))
     assert (caught.value.requested, caught.value.available) == (1, 0)
-    slots.release(0, None)
+    slots.deactivate(0, None)
     with pytest.raises(StateError, match="reqid 0 is not active"):
         slots.require_active(0)
     with pytest.raises(StateError, match="reqid 7 does not exist"):
