@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -16,7 +17,14 @@ from torch.utils._device import _device_constructors
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "slicedkv"
 KERNELS = ROOT / "triton_kernels"
-TORCH_FREE = ("layout", "checks", "errors", "state.slots", "vmm.base", "memory.backing", "memory.host_pool")
+HOUSE = (
+    ("errors", "checks", "unique", "layout", "config", "stats"),
+    ("vmm", "memory", "state", "tensors", "views", "paging", "requests", "opening", "closing", "cache"),
+    ("attention", "integrations", "engine", "demo_model", "cli", "__main__"),
+)
+"""Folders and files of the package from left to right: each imports only what stands to its left."""
+ROOMS = tuple(room for row in HOUSE for room in row)
+TORCH_FREE = ("layout", "checks", "errors", "state.slots", "vmm.base")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 40
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -102,7 +110,38 @@ def test_rules_see_the_source():
     assert "cuda.bindings.driver" in all_imports("slicedkv.vmm.cuda")
 
 
-@pytest.mark.parametrize("name", TORCH_FREE)
+def room_of(name: str) -> str:
+    """The folder or file right below the package that a module is in; "" for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def used_modules(name: str) -> set[str]:
+    """Modules of the package that a module imports, eagerly or late; a folder only for its `__init__`."""
+    found = all_imports(name) & MODULES.keys() - {"slicedkv"}
+    return {used for used in found if not any(other.startswith(f"{used}.") for other in found)}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"slicedkv"}))
+def test_a_folder_imports_only_what_stands_to_its_left(name):
+    own = room_of(name)
+    rooms = {room_of(used) for used in used_modules(name)} - {own, "triton_kernels"}
+    assert own in ROOMS or own == "triton_kernels", f"{name}: where does {own} stand in the house?"
+    assert rooms <= set(ROOMS[: ROOMS.index(own)] if own in ROOMS else ()), name
+
+
+def test_no_circle_of_modules():
+    """Also not within a folder, and not by imports inside functions. The sorter names the circle."""
+    graphlib.TopologicalSorter({name: used_modules(name) for name in MODULES if name != "slicedkv"}).prepare()
+
+
+def test_attention_knows_checks_and_errors_only():
+    known = {room_of(used) for name in MODULES if room_of(name) == "attention" for used in used_modules(name)}
+    assert known <= {"attention", "checks", "errors", "triton_kernels"}
+
+
+@pytest.mark.parametrize(
+    "name", [*TORCH_FREE, *(name.partition(".")[2] for name in MODULES if room_of(name) == "memory")]
+)
 def test_torch_free(name):
     assert not {found for found in all_imports(f"slicedkv.{name}") if found.split(".")[0] == "torch"}
     guilty = {part for part in reachable(f"slicedkv.{name}") for found in eager_imports(part) if found == "torch"}
