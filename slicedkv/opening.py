@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from .config import CacheConfig, MemoryLimit, parse_memory_limit
@@ -34,17 +36,16 @@ def open_pool(config: CacheConfig) -> PagePool:
     ConfigError
         `page_bytes` or `memory_limit` does not suit the device; the driver is closed again.
     """
-    driver = open_driver(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
+    with ExitStack() as undo:
+        driver = open_driver(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        undo.callback(driver.close)
         page_bytes = config.page_bytes or max(driver.granularity, _HOST_PAGE_BYTES)
         extent_pages = config.extent_pages or _EXTENT_PAGES
         limit = limit_bytes(config.memory_limit, driver)
         pool = PagePool(driver, page_bytes=page_bytes, memory_limit=limit, extent_pages=extent_pages)
         pool.shares.own_pool = True
-        return pool
-    except BaseException:
-        driver.close()
-        raise
+        undo.pop_all()
+    return pool
 
 
 def limit_bytes(limit: MemoryLimit, driver: Driver, pool: PagePool | None = None) -> int:
@@ -70,21 +71,18 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
     DriverError
         The addresses could not be reserved.
     """
-    owned = pool is None
-    pool = open_pool(config) if pool is None else pool
-    try:
-        _check_pool(config, pool, owned=owned)
+    with ExitStack() as undo:
+        if pool is None:
+            pool = open_pool(config)
+            undo.callback(pool.driver.close)
+        else:
+            _check_pool(config, pool)
         layout = config.kv_layout(pool.page_bytes)
         _check_addresses(layout)
         backing = Backing(layout, pool)
-    except BaseException:
-        if owned:
-            pool.driver.close()
-        raise
-    slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
-    host = HostPool(pool.driver, pool.gate, _swap_limit(config))
-    state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver))
-    try:
+        slots, lengths = SlotTable(layout.max_batch_size), LengthTable(layout.max_batch_size, layout.max_seq_len)
+        host = HostPool(pool.driver, pool.gate, _swap_limit(config))
+        state = CacheState(config, layout, pool, backing, slots, lengths, host, CopyMeter(pool.driver))
         state.min_share_pages = _min_share_pages(config, pool)
         with pool.gate.work("opening a cache"):
             if pool.shares.ended:
@@ -92,10 +90,7 @@ def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
             claim_share(state)
         if config.debug and pool.driver.can_protect:
             state.protector = Protector(backing, slots)
-    except BaseException:
-        if owned:
-            pool.driver.close()
-        raise
+        undo.pop_all()
     return state
 
 
@@ -124,9 +119,7 @@ def _check_addresses(layout: KVLayout) -> None:
         )
 
 
-def _check_pool(config: CacheConfig, pool: PagePool, *, owned: bool) -> None:
-    if owned:
-        return
+def _check_pool(config: CacheConfig, pool: PagePool) -> None:
     if not isinstance(pool, PagePool):
         raise ConfigError(f"pool is {pool!r}; it must be a PagePool")
     if config.memory_limit is not None:

@@ -12,7 +12,7 @@ import mmap
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..errors import CapacityError, DriverError, StateError
 from ..layout import align_up
@@ -97,13 +97,11 @@ class HostPool:
         """
         self._collect(wait=False)
         taken: list[HostSpan] = []
-        try:
+        with ExitStack() as undo:
             for num_bytes in sizes:
                 taken.append(self._take(num_bytes))
-        except BaseException:
-            for span in taken:
-                self.give_back(span)
-            raise
+                undo.callback(self.give_back, taken[-1])
+            undo.pop_all()
         return taken
 
     def _take(self, num_bytes: int) -> HostSpan:

@@ -8,6 +8,7 @@ the gate's work token (methods marked *token*). Caches may share a pool; they th
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..checks import check_int
@@ -135,16 +136,13 @@ class PagePool(Unique):
         """
         taken, surplus, missing = self._pick(pages, extents)
         created = Handles([], [])
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._release, created)
+            undo.callback(self._put_back, taken)
             self._release(surplus)
             created.extents.extend(self._create(missing.extents, self.extent_pages))
             created.pages.extend(self._create(missing.pages, 1))
-        except BaseException:
-            with self.gate.lock:
-                self._free.pages.extend(taken.pages)
-                self._free.extents.extend(taken.extents)
-            self._release(created)
-            raise
+            undo.pop_all()
         taken.pages.extend(created.pages)
         taken.extents.extend(created.extents)
         with self.gate.lock:
@@ -168,6 +166,12 @@ class PagePool(Unique):
             broken = _pop(self._free.extents, -(-excess // self.extent_pages))
             loose = _pop(self._free.pages, excess - len(broken) * self.extent_pages)
             return taken, Handles(loose, broken), missing
+
+    def _put_back(self, handles: Handles) -> None:
+        """Make handles free again that nobody mapped."""
+        with self.gate.lock:
+            self._free.pages.extend(handles.pages)
+            self._free.extents.extend(handles.extents)
 
     def _create(self, count: int, handle_pages: int) -> list[int]:
         """Create handles; when the device is short of memory, ask its other users once to make room."""

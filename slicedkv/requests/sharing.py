@@ -12,7 +12,7 @@ does so behind its own fence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
 from ..memory.change import Alias, Change, Growth
@@ -68,14 +68,13 @@ class Sharer:
                 num_tokens = state.lengths.last(src)
                 slots = self._lifetime.begin_empty(count)
                 state.holds.add(slots)
-            try:
+            with ExitStack() as undo:
+                undo.callback(self._lifetime.undo_begin, *slots)
                 if num_tokens:
                     self._share(src, slots, num_tokens)
                 else:
                     self._unshare(slots)
-            except BaseException:
-                self._lifetime.undo_begin(*slots)
-                raise
+                undo.pop_all()
         self._mapper.run_pending()
         return slots
 
@@ -130,20 +129,15 @@ class Sharer:
         """*token* Copy what is not shared, then note what the targets have; should that fail, they have nothing."""
         state, layout = self._state, self._state.layout
         end_byte, end_page = num_tokens * layout.row_bytes, layout.pages_for(num_tokens)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._empty, targets)
             if state.protector is not None:
                 state.protector.settle()
             for slot in targets:
                 self._copier.copy(src, slot, first_byte, end_byte)
                 if state.config.zero_on_reuse:
                     self._copier.zero(slot, end_byte, end_page * layout.page_bytes)
-        except BaseException:
-            with state.gate.lock:
-                state.holds.claims.clear()
-            for slot in targets:
-                with suppress(DriverError, StateError):  # stays mapped, as what idle slots have does
-                    reclaim_slot(state, slot, wait=True)
-            raise
+            undo.pop_all()
         with state.gate.lock:
             for slot in targets:
                 state.lengths.start(slot, num_tokens)
@@ -151,3 +145,11 @@ class Sharer:
                 state.note_mapped(slot)
                 state.note_shared(slot)
             state.note_shared(src)
+
+    def _empty(self, slots: Sequence[int]) -> None:
+        """*token* Unmap what was mapped for a share that failed. What the driver refuses stays, as idle pages do."""
+        with self._state.gate.lock:
+            self._state.holds.claims.clear()
+        for slot in slots:
+            with suppress(DriverError, StateError):
+                reclaim_slot(self._state, slot, wait=True)

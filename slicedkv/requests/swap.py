@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
 from ..memory.change import Change, Growth
@@ -119,11 +119,10 @@ class Swapper:
                 seq_len, last_len = state.lengths.longest[slot], state.lengths.last(slot)
             (span,) = state.host.take([self._mover.num_bytes(seq_len)])
             handle = SwapHandle(seq_len, last_len, span, state.host)
-            try:
+            with ExitStack() as undo:
+                undo.callback(handle.release)
                 fence = self._mover.copy_out([(slot, span, seq_len)])
-            except BaseException:
-                handle.release()
-                raise
+                undo.pop_all()
             with state.gate.lock:
                 state.end(slot, fence)
                 state.counters.swaps_out += 1
@@ -134,21 +133,20 @@ class Swapper:
         if not isinstance(handle, SwapHandle) or handle._host is not self._state.host:
             raise ConfigError(f"handle is {handle!r}; it must be what swap_out of the same cache returned")
         state = self._state
-        with state.work("swap_in"), handle._in_use():
+        with state.work("swap_in"), handle._in_use(), ExitStack() as undo:
             pages = state.layout.pages_for(handle.seq_len)
             free_before = state.pool.free_pages
             slot = self._lifetime.begin(handle.seq_len, map_ahead=False)
+            before = state.backing.mapped(slot)
+            undo.callback(self._undo_swap_in, slot, before, free_before)
             with state.gate.lock:
                 state.holds.add((slot,))
-            before = state.backing.mapped(slot)
             try:
                 self._grow(slot, pages - before)
-                self._mover.copy_in([(slot, handle._span, handle.seq_len)])
-            except BaseException as error:
-                self._take_back(slot, before, free_before)
-                if isinstance(error, OutOfPagesError):
-                    return None
-                raise
+            except OutOfPagesError:
+                return None
+            self._mover.copy_in([(slot, handle._span, handle.seq_len)])
+            undo.pop_all()
             with state.gate.lock:
                 state.lengths.start(slot, handle.seq_len, handle._last_len)
                 state.counters.swaps_in += 1
@@ -165,7 +163,7 @@ class Swapper:
             state.holds.claims[slot] = state.backing.mapped(slot) + missing
         grow_now(state, Change([Growth(slot, missing)]))
 
-    def _take_back(self, slot: int, pages: int, free_before: int) -> None:
+    def _undo_swap_in(self, slot: int, pages: int, free_before: int) -> None:
         """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""
         state = self._state
         self._lifetime.undo_begin(slot)
