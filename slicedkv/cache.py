@@ -1,7 +1,7 @@
-"""`SlicedKVCache`, the facade: what an engine calls. It checks arguments, takes the lock and asks the other parts.
+"""`SlicedKVCache`: what an engine calls. It checks arguments and asks the part of the cache that does the work.
 
-Knows nothing of attention. What is mapped when is decided in `planner` (ahead of need) and `growth` (now), what may be
-taken back in `victims`.
+`requests` has one file for each thing that can happen to a request. `paging` decides when pages are mapped and which
+may be taken back. Attention is no part of this: backends read what `k` and `v` return.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ __all__ = ["SlicedKVCache"]
 class SlicedKVCache(Closeable):
     """A KV cache whose requests are contiguous in virtual memory and hold physical pages only as they grow.
 
-    Every public method may be called from any thread, see `slicedkv.state.holds`; on a thread that is in the middle of
-    another call only `free_reqid` may be. None waits for the GPU unless it says so. With `mapper="sync"`
-    any may wait, for at most 4 s, for driver calls of another thread.
+    Any thread may call any method at any time. A call that works without the lock holds the requests that it uses, and
+    other threads' calls on them come after it (`slicedkv.state.holds`). A signal's handler or a finalizer that
+    interrupts a call may call `free_reqid` only.
+
+    No method waits for the GPU unless its docstring says so. With `mapper="sync"` any method may wait for another
+    thread's driver calls, for at most 4 s.
 
     Parameters
     ----------
@@ -131,10 +134,10 @@ class SlicedKVCache(Closeable):
 
     @property
     def kv_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The raw planes, virtual tensors; see `slicedkv.layout` for their shapes. New views each time, as from `k`.
+        """The raw planes, as virtual tensors; `slicedkv.layout` has their shapes. Each call returns new views.
 
-        Only rows below a request's length may be read. After `close` the addresses stay reserved while a view lives,
-        and reading them faults.
+        Read only rows below a request's length. After `close`, reading faults; the addresses stay reserved as long as
+        a view lives.
         """
         self._check_open()
         return self._views.planes()
@@ -142,7 +145,8 @@ class SlicedKVCache(Closeable):
     def k(self, layer: int) -> torch.Tensor:
         """Keys of one layer: a view ``[B, L, H, D]`` with ``stride(-1) == 1``; index 0 is the reqid.
 
-        A new view each time. To pickle, save or send rows `clone` them: torch would take the cache's whole memory.
+        Each call returns a new view. To pickle, save or send rows, `clone` them first: torch would take the whole
+        memory of the cache.
 
         Raises
         ------
@@ -161,31 +165,37 @@ class SlicedKVCache(Closeable):
 
     @property
     def debug(self) -> bool:
-        """Whether the cache was opened to find writes where nobody may write; see `CacheConfig`."""
+        """Whether the cache looks for writes to rows that nobody may write; see `CacheConfig`."""
         return self._state.config.debug
 
     @property
     def protects_shared_pages(self) -> bool:
-        """Whether pages that requests share are mapped read-only: with `debug`, where the device can do that."""
+        """Whether shared pages are mapped read-only. They are with `debug`, if the device can do it."""
         return self._state.protector is not None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def alloc_reqid(self, seq_len: int = 0) -> int:
-        """Give a new request a slot, the one whose mapped pages suit it best, and return its reqid.
+        """Begin a request in the slot whose mapped pages suit it best, and return its reqid.
 
-        With `seq_len`, mapping that many tokens starts in the background; `step` waits for what is missing. Of an
-        extent that `seq_len` tokens need only in part nobody else could have the rest: where that is more than an
-        eighth of their own pages it is unmapped first, for which it waits for the mapper's calls of this moment. If
-        work of the slot's last request may still run, nothing is, and work queued later on the current stream is
-        ordered after it; a slot that still shares pages is handed out last, and waited for.
+        With `seq_len`, mapping starts in the background and `step` waits for what is still missing.
+
+        An extent cannot be split, so a request that needs part of one holds all of it. Where the surplus is more than
+        an eighth of the request's own pages, that extent is unmapped first, after the mapper's current batch.
+
+        If work of the slot's previous request may still run, nothing is unmapped; work you queue on this stream runs
+        after it. A slot that still shares pages is handed out last: the call then waits for that work and unmaps them.
 
         Raises
         ------
         OutOfSlotsError
             All slots are active.
-        ConfigError, StateError, DriverError
-            `seq_len` is out of range; the cache is closed; the driver failed to unmap, and no request began.
+        ConfigError
+            `seq_len` is out of range.
+        StateError
+            The cache is closed or paused.
+        DriverError
+            The driver failed to unmap; no request began.
         """
         self._enter()
         slot = self._lifetime.begin(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
@@ -193,7 +203,7 @@ class SlicedKVCache(Closeable):
         return slot
 
     def prefetch(self, reqid: int, seq_len: int) -> None:
-        """Start mapping `seq_len` tokens for an active request ahead of need. Never waits with `mapper="background"`.
+        """Have `seq_len` tokens of an active request mapped ahead of need. With `mapper="background"` it never waits.
 
         Raises
         ------
@@ -205,13 +215,14 @@ class SlicedKVCache(Closeable):
         self._mapper.run_pending()
 
     def free_reqid(self, reqid: int) -> None:
-        """End a request. Its pages stay for the next request in the slot and are unmapped only when needed elsewhere,
-        after the work queued so far on the current stream is done. Works while paused, too.
+        """End a request. It also works while the cache is paused.
 
-        Where another thread's call uses them, the pages stay in use until it is over, and the slot with them; this call
-        does not wait for that. It waits for a `pause` or a `swap_out` of the request that is under way. In a signal's
-        handler or a finalizer that interrupts a call of this thread, the end is noted, and takes effect with the next
-        call.
+        The pages stay for the next request in the slot. They are unmapped when they are needed elsewhere, and never
+        before the work queued so far on the current stream is done.
+
+        If another thread's call uses the request, this call returns at once, and pages and slot stay in use until that
+        call is over. Only for a `pause`, or for a `swap_out` of this request, does it wait. In a signal's handler or a
+        finalizer that interrupts a call of this thread, the end is noted and takes effect with the next call.
 
         Raises
         ------
@@ -228,9 +239,9 @@ class SlicedKVCache(Closeable):
     def truncate(self, reqid: int, seq_len: int) -> None:
         """Cut a request to its first `seq_len` tokens and give the pages behind them back.
 
-        The request goes on from there, as a request of that length. Pages are unmapped in the background, with
-        `mapper="sync"` by a later call, after the work queued so far on the current stream; until then they count as
-        available. What other requests share of them stays with those, and an extent that is needed in part stays whole.
+        The request goes on from there. The mapper unmaps the pages after the work queued so far on the current stream
+        (with `mapper="sync"`, a later call does); until then they count as available. Pages that other requests share
+        stay with those. An extent that the request still needs in part stays whole.
 
         Parameters
         ----------
@@ -252,7 +263,7 @@ class SlicedKVCache(Closeable):
         self._mapper.run_pending()
 
     def is_active(self, reqid: int) -> bool:
-        """True while a request has this slot: from `alloc_reqid` to `free_reqid`, unless a failing driver lost it.
+        """True while a request has this slot, from `alloc_reqid` to `free_reqid`; False once a failing driver lost it.
 
         Raises
         ------
@@ -281,11 +292,14 @@ class SlicedKVCache(Closeable):
     def step(self, seq_lens: SeqLens) -> bool:
         """Make sure that tokens ``[0, len + guard_tokens)`` of every request are mapped in every layer.
 
-        Costs a vector comparison when nothing has to grow. Otherwise maps what is missing, waiting for the mapper
-        where it is at it and, when memory is short, for device work of freed requests. A request that shares pages
-        gets its own copy of those it may write now, see `slicedkv.requests.copy_on_write`; that waits for the current
-        stream, and the rows it keeps in them are unmapped for a moment, so no other stream or thread may read them
-        meanwhile. Where another thread's call is at one of the requests, the step comes after that call.
+        If all of them are mapped, a step costs one vector comparison. Otherwise it maps what is missing. It then waits
+        for the mapper's current batch and, when memory is short, for device work of freed requests.
+
+        A request that shares pages gets its own copy of those that it may write from now on. Which these are,
+        `slicedkv.requests.copy_on_write` says. Such a copy waits for the current stream. The rows in those pages are
+        unmapped for a moment, so no other stream or thread may read them meanwhile.
+
+        If another thread's call uses one of the requests, the step comes after that call.
 
         Parameters
         ----------
@@ -295,19 +309,22 @@ class SlicedKVCache(Closeable):
         Returns
         -------
         bool
-            True: kernels launched after this call may read and write those tokens; where pages are shared, they may
-            write from the request's former length on. False: not enough memory, no request lost anything; free or
+            True: kernels launched after this call may read those tokens and write them; tokens in shared pages they
+            may write from the request's former length on. False: memory is short and no request lost anything; free or
             preempt one and try again.
 
         Raises
         ------
-        ConfigError, StateError
-            A length is out of range, or given for a reqid that is not active, also when its request ended while the
-            call waited; nothing was changed.
+        ConfigError
+            A length is out of range; nothing was changed.
+        StateError
+            A length is given for a reqid that is not active, or whose request ended while the call waited; the cache is
+            closed or paused. Nothing was changed.
         DriverError
             The driver failed for another reason than memory; no request lost anything.
         LostSlotsError
-            Undoing that failed too: the requests in its `slots` ended, the slots are out of use. Others lost nothing.
+            The driver failed again when the step was undone. The requests in the error's `slots` ended, and these slots
+            are out of use. Other requests lost nothing.
         """
         self._enter()
         lens = parse_seq_lens(seq_lens, self._num_slots)
@@ -319,9 +336,9 @@ class SlicedKVCache(Closeable):
         return ok
 
     def check_writable(self, reqids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Refuse rows that a kernel launched now must not write, with or without `debug`.
+        """Raise if a kernel launched now must not write some of these rows. It waits for nothing.
 
-        Attention backends ask before they append to a cache with `debug`. Waits for nothing.
+        It works with or without `debug`; with it, attention backends call this before they append.
 
         Parameters
         ----------
@@ -333,8 +350,8 @@ class SlicedKVCache(Closeable):
         ConfigError
             A reqid is out of range, or a row.
         StateError
-            A request is not active; rows lie behind the length of its last step, or in pages that others have mapped
-            too; the cache is paused or closed. The message names the first such rows.
+            A request is not active; rows lie behind the length of its last step, or in pages that other requests have
+            mapped, too; the cache is paused or closed. The message names the first such rows.
         """
         self._look()
         for reqid, start, end in zip(map(self._check_reqid, reqids), starts, ends, strict=True):
@@ -346,16 +363,19 @@ class SlicedKVCache(Closeable):
     # --- sharing a prefix ---------------------------------------------------------------------------------------------
 
     def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool:
-        """Give a request without tokens the first `num_tokens` tokens of another, sharing all whole pages of them.
+        """Give a request without tokens the first `num_tokens` tokens of another one, in the same pages.
 
-        Both go on, grow and end independently of each other. Afterwards `dst` has `num_tokens` tokens, as after a step
-        to that length. The rows that no whole handle holds are copied by work on the current stream, so whatever
-        writes the prefix must be queued before on that stream (or that stream be ordered after it), and whatever reads
-        it from `dst` after. Pages that `dst` has from the last request in its slot are unmapped; if its work is not
-        over, the call waits for it, as it does for that of other freed requests when memory is short. With `debug` it
-        also waits for the work queued on the current stream, as the pages become read-only. Costs the driver time of
-        one mapping per handle. What another thread asks of one of the two requests meanwhile, such as freeing it,
-        happens after this call.
+        Afterwards `dst` has `num_tokens` tokens, as after a step to that length. Both requests go on and end
+        independently of each other. Handles that the prefix fills are mapped once more, which costs the driver time of
+        one mapping each. The rows behind the last of them are copied by work on the current stream. So queue whatever
+        writes the prefix on this stream before the call, or order this stream after it; queue whatever reads it from
+        `dst` behind the call.
+
+        Pages that the slot of `dst` has from its previous request are unmapped first. For that the call waits until
+        that request's work is over and, when memory is short, until the work of other freed requests is. With `debug`
+        it also waits for the work queued on the current stream, because the pages become read-only.
+
+        Calls of other threads on one of the two requests come after this call.
 
         Parameters
         ----------
@@ -364,12 +384,12 @@ class SlicedKVCache(Closeable):
         dst : int
             An active request that has had no step yet, such as `alloc_reqid()` returns.
         num_tokens : int
-            At least 1 and at most the length of `src` in its last step.
+            At least 1, and at most `seq_len(src)`.
 
         Returns
         -------
         bool
-            False: not enough memory for the rows to be copied and the guard rows; no request lost or got anything.
+            False: memory is short for the copied rows and the guard rows, and no request lost or got anything.
 
         Raises
         ------
@@ -386,21 +406,21 @@ class SlicedKVCache(Closeable):
         return self._sharer.share(src, dst, check_int("num_tokens", num_tokens, 1, self.layout.max_seq_len))
 
     def fork(self, reqid: int, n: int = 1) -> list[int]:
-        """Begin `n` requests with all tokens of another one, sharing all whole pages of them; return their reqids.
+        """Begin `n` requests that share all tokens of another one, and return their reqids.
 
-        As `n` times `alloc_reqid` and `share_prefix`, all or nothing, in the slots that have the least to unmap.
+        It does what `alloc_reqid` and `share_prefix` do, `n` times, all or nothing, in the slots with the least mapped.
 
         Parameters
         ----------
         reqid : int
-            An active request; the length of its last step counts.
+            An active request; its `seq_len` counts.
         n : int
             At least 1.
 
         Raises
         ------
         OutOfSlotsError, OutOfPagesError
-            There are not `n` idle slots; not enough memory for the rows to be copied. Nothing was changed.
+            There are not `n` idle slots; memory is short for the copied rows. Nothing was changed.
         ConfigError, StateError, DriverError
             As `share_prefix`.
         """
@@ -408,7 +428,7 @@ class SlicedKVCache(Closeable):
         return self._sharer.fork(self._check_reqid(reqid), check_int("n", n, 1))
 
     def shareable_pages(self, reqid: int, num_tokens: int) -> int:
-        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would map a second time, not create.
+        """Pages over all planes that `share_prefix(reqid, ..., num_tokens)` would share instead of copying.
 
         Raises
         ------
@@ -424,8 +444,8 @@ class SlicedKVCache(Closeable):
     def freeable_pages(self, reqids: Iterable[int]) -> int:
         """Pages over all planes by which `pages_available()` would grow if all these requests ended.
 
-        What other requests share stays, and what the requests have mapped ahead is available already. One that is not
-        active counts nothing.
+        Pages that other requests share do not count, since they would stay. Pages mapped ahead do not either, since
+        they are available already. A reqid that is not active counts nothing.
 
         Raises
         ------
@@ -440,22 +460,22 @@ class SlicedKVCache(Closeable):
     # --- leaving the device and coming back ---------------------------------------------------------------------------
 
     def swap_out(self, reqid: int) -> SwapHandle:
-        """Copy a request's K and V to host memory and end it here; `swap_in` brings it back.
+        """Copy a request's K and V to host memory and free its slot; `swap_in` brings the request back.
 
-        One copy for each plane, of exactly its tokens, after the work queued so far on the current stream and beside
-        what is queued later. The slot is free at once. Its pages can be had by others, as those of a freed request,
-        once the copy is done; who needs them waits for that. Pages that it shares are copied too and stay with the
-        others.
+        The device makes one copy for each plane, of exactly the request's tokens. It begins after the work queued so
+        far on the current stream and runs beside what you queue later. The slot is free at once. Its pages are those
+        of a freed request: whoever needs them waits until the copy is done. Shared pages are copied, too, and stay
+        with the other requests.
 
         Parameters
         ----------
         reqid : int
-            Its length is the longest that `step` was given for it.
+            All rows up to its longest length are copied, also when its last step was to fewer tokens.
 
         Returns
         -------
         SwapHandle
-            Drop or `release` it when the request is not wanted any more.
+            It holds the host memory until it is swapped in, dropped or released.
 
         Raises
         ------
@@ -472,24 +492,23 @@ class SlicedKVCache(Closeable):
         return handle
 
     def swap_in(self, handle: SwapHandle) -> int | None:
-        """Bring a request that was swapped out into a free slot and return its reqid there.
+        """Bring a request that was swapped out into a free slot, and return its reqid there.
 
-        Its tokens are backed, by pages of its own also where it shared some before, and kernels launched on the current
-        stream after this call see them. Waits, as `step` does, for the mapper and for device work of freed requests
-        when memory is short; not for the copy.
+        Kernels launched on the current stream after this call see its tokens. All its pages are its own, also where it
+        shared some before. The call waits as `step` does, but not for the copy.
 
         Returns
         -------
         int or None
-            None: not enough memory, nothing was changed and the handle is good as before; free or preempt a request
-            and try again.
+            None: memory is short, nothing was changed, and the handle is good as before; free or preempt a request and
+            try again.
 
         Raises
         ------
         OutOfSlotsError
             All slots are active; nothing was changed.
         ConfigError, StateError
-            `handle` is of another cache; it was swapped in or released already.
+            `handle` is another cache's; it was swapped in or released already.
         DriverError
             The driver failed for another reason than memory; the handle is good as before.
         """
@@ -499,13 +518,16 @@ class SlicedKVCache(Closeable):
         return reqid
 
     def pause(self, *, offload: bool = False) -> int:
-        """Give memory back to the device until `resume`, keeping addresses, views and captured graphs valid.
+        """Give memory back to the device until `resume`. Addresses, views and captured graphs stay valid.
 
-        Idle, lookahead, eager and free memory is given back and no more is mapped ahead. With `offload` active requests
-        go to host memory as well, each with all its rows, and nothing is left on the device. Until `resume` every call
-        that would change something raises `StateError`, but for `free_reqid` and `set_memory_limit`, which make room
-        for it; `stats`, `close` and other readers work. Waits for all work of the device and for the copies. Requests'
-        rows must not be read or written meanwhile: after `offload` that faults.
+        The cache gives back idle, lookahead, eager and free memory, and maps nothing ahead. With `offload`, the rows of
+        active requests go to host memory, and nothing is left on the device.
+
+        Until `resume`, calls that would change something raise `StateError`. Two do not, since they make room for
+        `resume`: `free_reqid` and `set_memory_limit`. `stats`, `close` and other readers work. Kernels must not read or
+        write requests' rows meanwhile; after `offload` that faults.
+
+        The call waits for all work of the device and for the copies.
 
         Returns
         -------
@@ -520,23 +542,23 @@ class SlicedKVCache(Closeable):
             The cache is paused already; device work or a copy did not end in time; the current stream is being
             captured.
         DriverError
-            The driver failed; no request lost a row and the cache is not paused, or, where undoing it failed too, a
-            `StateError` says that it is. What failed after requests had left brings them back sharing no pages.
+            The driver failed; no request lost a row, and the cache is not paused. If undoing failed, too, it is a
+            `StateError`, and the cache stays paused. Requests that had left come back sharing no pages.
         """
         self._enter()
         return self._pauser.pause(offload=check_bool("offload", offload))
 
     def resume(self) -> None:
-        """Undo `pause`: bring requests back to their slots, at their lengths, and serve again.
+        """Undo `pause`: requests are back in their slots, at their lengths, and the cache serves again.
 
-        Kernels launched on the current stream after this call see the rows. Waits as `step` does, not for the copies.
-        Requests that went to host memory share no pages any more, so they may need more memory than before; what is
-        missing can be had by `free_reqid` and `set_memory_limit`.
+        Kernels launched on the current stream after this call see the rows. The call waits as `step` does, but not for
+        the copies. Requests that went to host memory share no pages any more, so they may need more memory than before;
+        `free_reqid` and `set_memory_limit` make room for it.
 
         Raises
         ------
         OutOfPagesError
-            There is no memory for the requests now; the cache stays paused and nothing was changed.
+            Memory is short for the requests; the cache stays paused and nothing was changed.
         StateError
             The cache is not paused.
         DriverError
@@ -549,20 +571,20 @@ class SlicedKVCache(Closeable):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def pages_needed(self, seq_lens: SeqLens) -> int:
-        """Pages over all planes that `step(seq_lens)` would take of `pages_available()`; raises as `step` does."""
+        """Pages over all planes that `step(seq_lens)` would take of `pages_available()`. It raises as `step` does."""
         self._look()
         lens = parse_seq_lens(seq_lens, self.layout.max_batch_size)
         with self._gate.lock:
             return self._stepper.pages_needed(lens)
 
     def pages_available(self) -> int:
-        """Pages over all planes that can be had: free, creatable, and idle, lookahead and eager pages."""
+        """Pages over all planes that requests can get: free, creatable, idle, lookahead and eager pages."""
         self._look()
         with self._gate.lock:
             return available_pages(self._state)
 
     def can_admit(self, seq_len: int) -> bool:
-        """True when a slot is idle and memory holds `seq_len` more tokens beside the active requests."""
+        """True when a slot is idle and memory suffices for `seq_len` more tokens beside the active requests."""
         self._look()
         pages = self.layout.pages_for(check_int("seq_len", seq_len, 0, self.layout.max_seq_len))
         with self._gate.lock:
@@ -571,34 +593,35 @@ class SlicedKVCache(Closeable):
     def trim(self) -> int:
         """Give idle, lookahead, eager and free memory back to the device, and unused host memory to the system.
 
-        Returns the bytes given back to the device. Waits, for a bounded time, for device work of freed requests.
+        It returns the bytes given back to the device. It waits, for at most 4 s, for device work of freed requests.
         """
         self._enter()
         with self._state.work("trim"):
             return trim(self._state) * self.layout.page_bytes
 
     def set_memory_limit(self, memory_limit: MemoryLimit) -> None:
-        """Change the memory limit, giving memory above it back to the device. Waits as `trim` does. Also while paused.
+        """Change the memory limit and give memory above it back to the device. It waits as `trim` does.
 
-        `memory_limit` is as when opening; a fraction is of what is free on the device now and what the pool holds.
+        `memory_limit` is written as when the cache is opened. A fraction is one of the memory that is free on the
+        device now or held by the pool. The call also works while the cache is paused.
 
         Raises
         ------
         ConfigError, OutOfPagesError
-            It is no limit; active requests hold more. The limit stays as it was.
+            It is not written as a limit; active requests hold more. The limit stays as it was.
         """
         self._enter()
         with self._state.work("set_memory_limit", paused=True):
             set_memory_limit(self._state, limit_bytes(memory_limit, self.pool.driver, self.pool))
 
     def stats(self) -> CacheStats:
-        """Take a snapshot of memory, counters and times."""
+        """Return a snapshot of memory, counters and times."""
         self._look()
         with self._gate.lock:
             return self._state.snapshot()
 
     def check_integrity(self) -> None:
-        """Compare all books with each other. Waits for driver work under way, for a bounded time.
+        """Compare all books with each other. It waits, for at most 4 s, for driver work under way.
 
         Raises
         ------
