@@ -1,9 +1,10 @@
-"""`Backing`: which handles lie behind each slot, and the operations that change it: grow and unmap.
+"""`Backing`: which handles lie behind each slot, and the two operations that change it: grow and unmap.
 
-All planes of a slot are mapped alike: the same number of pages, made of the same segments (pages and extents), so a
-slot's mapping is one prefix ``[0, n)`` in every plane. Slots may share handles: whole ones, at the same pages of each.
-Both operations are one driver batch over all slots and planes, are all or nothing, and are made by whoever holds the
-gate's work token (*token*). Knows no lengths, states or policy.
+All planes of a slot are mapped alike, with the same segments (pages and extents). So a slot's mapping is one range of
+pages ``[0, n)`` in every plane. Slots may share handles: whole ones, at the same pages of each.
+
+Each operation is one driver batch over all slots and planes. It does all or nothing, and needs the gate's work token
+(*token*). Lengths and policy are others' business.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Backing:
 
     @property
     def held_pages(self) -> int:
-        """Pages of memory behind all slots and planes, each once, also those about to be unmapped. Lock held."""
+        """Pages of memory behind all slots and planes, each once, those about to be unmapped, too. Lock held."""
         return sum(self._mapped) * self.layout.num_planes - self.shared.alias_pages + self.leaving_pages
 
     @property
     def leaving_pages(self) -> int:
-        """Pages over all planes that are struck off and not unmapped yet, also where others share them. Lock held."""
+        """Pages over all planes that are off the books and not unmapped yet, shared ones, too. Lock held."""
         return self._leaving * self.layout.num_planes
 
     def mapped_handles(self) -> Iterator[int]:
@@ -90,8 +91,8 @@ class Backing:
     def grow(self, change: Change) -> int:
         """*token* Map what a change asks for in one driver batch; return the number of extents used.
 
-        For swaps the caller has made sure that no work that uses the pages is left on the device. The caller then
-        copies what they held from another slot that has them mapped.
+        Before swaps, the caller has waited for all device work that uses the pages. Afterwards it copies what they held
+        from another slot that has them mapped.
 
         Raises
         ------
@@ -162,7 +163,7 @@ class Backing:
         return freed
 
     def _exchange(self, cuts: Sequence[Cut], runs: Sequence[Run]) -> None:
-        """Unmap cuts and map runs; on failure the cuts are mapped as before."""
+        """Unmap cuts, then map runs. On failure the cuts are mapped as before."""
         self._unmap(cuts)
         try:
             map_runs(self.pool.driver, runs, self.pool.page_bytes)
@@ -175,7 +176,7 @@ class Backing:
     # --- unmapping ------------------------------------------------------------------------------------------------
 
     def shrinkable(self, slot: int, keep_pages: int) -> int:
-        """Pages per plane that `detach` would strike off: whole segments from the end."""
+        """Pages per plane that `detach` would take off the books: whole segments from the end."""
         return self._mapped[slot] - (self._cut(slot, keep_pages)[1] if keep_pages else 0)
 
     def straddled(self, slot: int, pages: int) -> tuple[int, int]:
@@ -192,9 +193,9 @@ class Backing:
         return first, keep
 
     def detach(self, slot: int, keep_pages: int) -> Cut | None:
-        """Strike whole segments from a slot's end off the books, ready to be unmapped. Call with the lock held.
+        """Take whole segments from a slot's end off the books. Lock held.
 
-        From here on nobody counts on these pages; `unmap` must follow.
+        From here on nobody counts on these pages, and the caller unmaps them with `unmap`.
         """
         first, keep = self._cut(slot, keep_pages)
         end = self._mapped[slot]
@@ -207,17 +208,17 @@ class Backing:
         return Cut(slot, keep, end, segments)
 
     def unmap(self, *cuts: Cut) -> int:
-        """*token* Unmap what `detach` struck off, all or nothing; return the pages that became free, over all planes.
+        """*token* Unmap what `detach` returned, all or nothing; return the pages that became free, over all planes.
 
-        The caller has made sure that no work that uses them is left on the device.
+        The caller has waited for all device work that uses them.
 
         Raises
         ------
         DriverError
             The pages are mapped, and on the books, as before.
-        StateError
-            The driver failed twice, in unmapping and in mapping back: what the slots have mapped is unknown. It is on
-            the books as before; the slots must not be used again.
+        LostSlotsError
+            The driver failed again in mapping back: nobody knows what the slots have mapped. The books are as before,
+            and the slots must not be used again.
         """
         try:
             self._unmap(cuts)
@@ -262,9 +263,9 @@ class Backing:
             yield mapped, list(segments.runs(index, mapped.address, self.layout.page_bytes))
 
     def unmap_all(self, unknown: Container[int] = ()) -> None:
-        """*token* Unmap everything, going on after failures; the first failure is raised at the end.
+        """*token* Unmap everything. After a failure it goes on, and raises the first one at the end.
 
-        In slots that are `unknown` some of what is on the books may not be mapped: there, failures are expected.
+        In slots that are `unknown`, some pages of the books may not be mapped: failures there do not count.
         """
         failure: Exception | None = None
         for slot in range(len(self._mapped)):

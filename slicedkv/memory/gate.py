@@ -1,13 +1,12 @@
 """`Gate`: the one lock over a cache's bookkeeping, and the right to talk to the driver.
 
-Bookkeeping is guarded by a lock that is only ever held for moments. Mapping takes long, so it is done without the
-lock, by whoever holds the *work token*: one thread at a time (mapping from two threads is no faster than from one on
-an H200, see bench/mapper.py). Whoever holds the token may change what is mapped; the lock is taken again to commit.
-A foreground thread that wants the token goes before the mapper. Every wait is bounded, and nobody waits for itself: a
-thread may be called again while it is inside, by a signal's handler or a finalizer, and `is_inside` and `is_working`
-tell.
+A lock guards the books; everybody holds it for moments only. Mapping takes long, so it needs the *work token* instead.
+One thread has it at a time (on an H200, two threads map no faster than one, see bench/mapper.py); it changes what is
+mapped, then takes the lock and writes that into the books. A foreground thread that wants the token goes before the
+mapper.
 
-Knows nothing of what it guards. Caches that share a pool share its gate.
+Every wait is bounded, and no thread waits for itself. A signal's handler or a finalizer may call on a thread that is
+inside already; `is_inside` and `is_working` tell. Caches that share a pool share its gate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Claim", "Gate"]
 
 
 class Claim:
-    """Who holds the work token, and what for: each claim is an object of its own."""
+    """Who holds the work token, and what for. Each holder makes an object of its own."""
 
     def __init__(self, purpose: str) -> None:
         self.purpose = purpose

@@ -1,8 +1,8 @@
 """`HostPool`: bounded host memory for the rows of requests that left the device.
 
-Memory comes in chunks, each pinned once and kept, because pinning is slow; a request's rows are one span of a chunk. A
-span that is given back is used again only when the copy that reads or writes it is done. Knows no slots and no planes.
-The books are guarded by the gate's lock, and chunks are made and given up by whoever holds its work token (*token*).
+Memory comes in chunks. Pinning is slow, so each chunk is pinned once and kept. A request's rows are one span in one. A
+span that is given back is used again when the copy that reads or writes it is done. The gate's lock guards the books;
+methods marked *token*, which make chunks and give them up, need its work token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HostPool:
     Parameters
     ----------
     driver : Driver
-        Pins the memory; where it cannot, ordinary memory is used and a `RuntimeWarning` says so.
+        Pins the memory. If it cannot, the pool uses ordinary memory and a `RuntimeWarning` says so.
     gate : Gate
         Guards the books.
     limit_bytes : int
@@ -86,9 +86,9 @@ class HostPool:
         return self._used_bytes - sum(span.num_bytes for span in list(self._returned))
 
     def take(self, sizes: Sequence[int]) -> list[HostSpan]:
-        """*token* Return one span for each size in bytes; all or nothing.
+        """*token* Return one span for each size in bytes, all or nothing.
 
-        Waits, for a bounded time, for copies of spans that were given back, when memory is short.
+        When memory is short, it waits, for a bounded time, for copies of spans that were given back.
 
         Raises
         ------
@@ -166,12 +166,12 @@ class HostPool:
             chunk.pinned = True
 
     def give_back(self, span: HostSpan) -> None:
-        """Take a span back; its bytes are used again once its fence is done. Never waits, takes no lock."""
+        """Take a span back. Its bytes are used again once its fence is done. It never waits and takes no lock."""
         if not self._closed:
             self._returned.append(span)
 
     def _collect(self, *, wait: bool) -> None:
-        """*token* Make room of spans that were given back, as far as their copies are done; with `wait` of all."""
+        """*token* Make room of returned spans whose copies are done; with `wait`, wait for the others."""
         with self._gate.lock:
             while self._returned:
                 span = self._returned.popleft()
@@ -190,7 +190,7 @@ class HostPool:
         return self.wait(span) if wait else self._driver.fence_done(span.fence)
 
     def wait(self, *spans: HostSpan) -> bool:
-        """Wait for the copies of spans, for a bounded time that grows with their bytes; False when it ran out."""
+        """Wait for the copies of spans, for a time that grows with their bytes; False when that ran out."""
         timeout_s = TIMEOUT_S + sum(span.num_bytes for span in spans) / _SLOWEST_BYTES_PER_S
         return all(span.fence is None or self._driver.wait_fence(span.fence, timeout_s) for span in spans)
 
@@ -200,7 +200,7 @@ class HostPool:
         self._give_up([chunk for chunk in self._chunks if chunk.empty])
 
     def close(self) -> None:
-        """*token* Give all memory back, spans that are held included; the device must be idle. May be called again."""
+        """*token* Give all memory back, also of spans that are held. The device must be idle. May be called again."""
         self._closed = True
         self._give_up(self._chunks)
         with self._gate.lock:
@@ -228,7 +228,7 @@ class HostPool:
 
 
 class _Chunk:
-    """Host memory of this process alone: a forked child does not get it, so it stays where the device knows it."""
+    """Host memory of this process alone. A forked child does not get it, so the device finds it where it was."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

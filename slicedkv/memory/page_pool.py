@@ -1,8 +1,8 @@
 """`PagePool`: physical memory as handles of two sizes, page and extent, under one memory limit.
 
-A handle is free in the pool or mapped one or more times; the pool counts mappings, not addresses. Knows neither
-slots, planes nor torch. Bookkeeping is guarded by the gate's lock, driver calls are made without it by whoever holds
-the gate's work token (methods marked *token*). Caches may share a pool; they then share its gate and its limit.
+A handle is free in the pool, or mapped one or more times. The pool counts mappings and knows no addresses. Caches may
+share a pool; they then share its gate and its limit. The gate's lock guards the books. Methods marked *token* make
+driver calls; they need the gate's work token and not the lock.
 """
 
 from __future__ import annotations
@@ -104,18 +104,18 @@ class PagePool(Unique):
 
     @property
     def in_flight_pages(self) -> int:
-        """Pages neither free nor there to stay, by the books: being mapped or unmapped. Not for caches that share."""
+        """Pages that are being mapped or unmapped. Right only while the caches of the pool share no pages."""
         holdings = [member.backing for member in self.shares.members]
         return self._created_pages - self.free_pages - sum(held.held_pages - held.leaving_pages for held in holdings)
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had without unmapping anything."""
+        """Pages that the pool can give without unmapping anything: free ones, and what it may create."""
         return self.free_pages + self.creatable_pages
 
     @property
     def available_extents(self) -> int:
-        """Extents that can be had without breaking up or unmapping anything."""
+        """Extents that the pool can give without unmapping anything."""
         if self.extent_pages == 1:
             return 0
         return len(self._free.extents) + self.creatable_pages // self.extent_pages
@@ -123,9 +123,9 @@ class PagePool(Unique):
     # --- taking and giving back ------------------------------------------------------------------------------------
 
     def take(self, pages: int, extents: int = 0) -> Handles:
-        """*token* Return handles with one reference each, created as needed. All or nothing.
+        """*token* Return handles with one reference each: free ones, then new ones. All or nothing.
 
-        Free handles of the other size are released first when the limit leaves no other room.
+        If the limit leaves no room for new ones, free handles of the other size are released first.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class PagePool(Unique):
         return taken
 
     def _pick(self, pages: int, extents: int) -> tuple[Handles, Handles, _Count]:
-        """Take free handles; return them, what must be released to stay in the limit, and what must be created."""
+        """Take free handles. Return them, what must be released to stay within the limit, and what must be created."""
         with self.gate.lock:
             needed = pages + extents * self.extent_pages
             if needed > self.available_pages:
@@ -174,7 +174,7 @@ class PagePool(Unique):
             self._free.extents.extend(handles.extents)
 
     def _create(self, count: int, handle_pages: int) -> list[int]:
-        """Create handles; when the device is short of memory, ask its other users once to make room."""
+        """Create handles. If the device is short of memory, ask its other users once to make room."""
         if not count:
             return []
         num_bytes = handle_pages * self.page_bytes
@@ -194,7 +194,7 @@ class PagePool(Unique):
         return handles
 
     def stock(self, pages: int) -> int:
-        """*token* Create up to `pages` free handles ahead of need, as far as the limit allows; return how many."""
+        """*token* Create up to `pages` free handles, as far as the limit allows; return how many."""
         count = max(0, min(pages, self.creatable_pages))
         handles = self._create(count, 1)
         with self.gate.lock:
@@ -202,7 +202,7 @@ class PagePool(Unique):
         return count
 
     def give_back(self, handles: Handles) -> int:
-        """Count one mapping less of each handle and free those without; return the pages freed. Lock held."""
+        """Count one mapping less of each handle, free those that have none left, return the pages freed. Lock held."""
         unmapped = self.references.drop(handles)
         self._free.pages.extend(unmapped.pages)
         self._free.extents.extend(unmapped.extents)
@@ -239,7 +239,7 @@ class PagePool(Unique):
             self._limit_pages = limit
 
     def _release(self, handles: Handles) -> None:
-        """Release handles that are in no list any more. A handle the driver refuses to release is gone for us too."""
+        """Release handles that are in no list any more. The pool forgets a handle that the driver will not release."""
         count = len(handles.pages) + len(handles.extents) * self.extent_pages
         with self.gate.lock:
             self._created_pages -= count
@@ -251,7 +251,7 @@ class PagePool(Unique):
         Raises
         ------
         StateError
-            An invariant is broken. Call with the lock held and no driver work under way.
+            An invariant is broken. Hold the lock, and let no driver work be under way.
         """
         found = Counter(handle for member in self.shares.members for handle in member.backing.mapped_handles())
         self.references.check(dict(found), self._free)

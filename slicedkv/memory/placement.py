@@ -1,6 +1,6 @@
 """Where handles go when pages are mapped: the arithmetic from pieces of slots to segments and runs.
 
-Knows neither the pool nor any driver's calls; `backing` carries out what is laid out here.
+`backing` carries out what is laid out here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Division(NamedTuple):
 
 
 def divide(pieces: Sequence[Piece], extents: int, extent_pages: int) -> list[Division]:
-    """Divide each piece into extents, as far as there are `extents` of them per plane, and pages."""
+    """Divide each piece into extents, as long as the `extents` per plane last, and pages."""
     found = []
     for *_, pages in pieces:
         count = min(pages // extent_pages, extents)

@@ -1,11 +1,11 @@
 """`Shares`: the caches that draw on one pool, and how much of it each is promised (`min_share`).
 
-What a cache was promised and has not mapped is kept for it: free or creatable pages that no other cache may take. A
-cache that is short takes what others hold beyond their share and do not need, see `victims`.
+The pool keeps for a cache what it was promised and has not mapped: no other cache may take these pages. A cache that is
+short takes what others hold beyond their share and do not need, see `paging.victims`.
 
-All caches of a pool have one gate. Whoever changes what is mapped, of its own or of another cache, holds that gate's
-work token; whoever reads or changes books holds its lock, taken after the token and never before. Nobody ever holds two
-gates, so two caches that are short at the same time wait for each other's driver calls and for nothing else.
+All caches of a pool have one gate. To change what is mapped, also of another cache, hold its work token; to read or
+change books, hold its lock. Take the token first. Nobody holds two gates, so two caches that are short at the same time
+wait for each other's driver calls and for nothing else.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Member(Protocol):
 
 
 class Shares:
-    """The caches of one pool, in order of opening. Everything is called with the gate's lock held.
+    """The caches of one pool, in order of opening. Hold the gate's lock to call anything.
 
-    A cache that is collected before it was closed, as when opening it fails, is forgotten.
+    A cache that is collected without being closed is forgotten.
 
     Attributes
     ----------
     own_pool : bool
-        The pool was opened by a cache, not by the caller: it and its driver end with the last of the caches.
+        A cache opened the pool: the pool and its driver end with the last of its caches.
     """
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class Shares:
         self._members.append(weakref.ref(member))
 
     def leave(self, member: Member) -> None:
-        """Forget a cache and what it was promised; one that never joined is fine."""
+        """Forget a cache and its promise. The cache need not have joined."""
         self._members = [known for known in self._members if known() not in (member, None)]
 
     def promised(self, besides: Member | None = None) -> int:
-        """Pages that caches other than `besides` were promised and have not mapped."""
+        """Pages that the caches, all but `besides`, were promised and have not mapped."""
         return sum(
             max(0, member.min_share_pages - member.backing.held_pages)
             for member in self.members
@@ -84,7 +84,7 @@ class Shares:
         )
 
     def check_limit(self, limit_pages: int, newcomer_pages: int = 0) -> None:
-        """Raise `ConfigError` when a limit does not hold what all caches, and a new one, are promised."""
+        """Raise `ConfigError` if the promises to all caches, and to a new one, exceed a limit."""
         total = sum(member.min_share_pages for member in self.members)
         if total + newcomer_pages > limit_pages:
             raise ConfigError(

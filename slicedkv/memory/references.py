@@ -1,4 +1,4 @@
-"""`References`: how often each handle of a pool is mapped. Numbers only; knows neither slots, drivers nor limits."""
+"""`References`: how often each handle of a pool is mapped. Numbers only."""
 
 from __future__ import annotations
 

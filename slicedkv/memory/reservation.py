@@ -1,7 +1,7 @@
 """`Reservation`: one plane's address range, and the arithmetic from (slot, page) to addresses in it.
 
-Owns the addresses until its last user lets go: the cache holds it, and so does every tensor over it, so a view that
-outlives the cache can never see somebody else's memory. Knows neither torch nor what is mapped.
+The cache holds it, and so does every tensor over it. The addresses stay reserved until the last of them lets go, so a
+view that outlives the cache never sees somebody else's memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Reservation:
 
 
 def map_runs(driver: Driver, runs: Sequence[Run], page_bytes: int) -> None:
-    """Map runs, of any planes; when the driver is short of memory for it, ask its other users once to make room.
+    """Map runs of any planes. If the driver is short of memory for it, ask its other users once to make room.
 
     Raises
     ------

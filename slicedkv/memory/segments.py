@@ -1,4 +1,4 @@
-"""`Segments`: what a slot has mapped, as numbers in arrays. Knows neither slots, lengths nor drivers' calls."""
+"""`Segments`: what a slot has mapped, as numbers in arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Segments"]
 
 
 class Segments:
-    """Part of a slot's mapping in order: segments of one handle in every plane.
+    """A stretch of a slot's mapping, segment by segment. A segment is one handle in every plane.
 
-    Numbers in arrays, not objects in lists: a cache holds a hundred thousand of them, and each object would make the
-    garbage collector stop the interpreter longer.
+    A cache has a hundred thousand segments. They are numbers in arrays, since with that many objects the garbage
+    collector would stop the interpreter for long.
 
     Attributes
     ----------
@@ -54,9 +54,9 @@ class Segments:
         return found
 
     def straddled(self, pages: int) -> tuple[int, int]:
-        """Where the segment that lies on both sides of the end of `pages` pages begins and ends; `pages` if none does.
+        """First and end page of the segment that lies on both sides of page `pages`; ``(pages, pages)`` if none does.
 
-        As long as the first `pages` pages are needed, the rest of it cannot be unmapped.
+        While the first `pages` pages are needed, all of that segment stays mapped.
         """
         end = 0
         for size in self.sizes if len(self.sizes) < self.pages else ():  # pages alone straddle nothing

@@ -1,8 +1,8 @@
 """`SharedPages`: which slots of one cache have the same handles mapped, and what follows from that.
 
-A handle is shared whole, by any number of slots, at the same pages of each, and only at the start of a slot's request.
-What a slot shares lies below a bound that is tightened when it is asked for: others may have let go meanwhile. Knows
-neither lengths, states nor drivers. Call with the gate's lock held.
+Slots share whole handles, at the same pages of each slot, at the start of their requests. What a slot shares lies below
+a bound. Other slots may let go at any time, so the bound is tightened when somebody asks. Hold the gate's lock to call
+anything.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class SharedPages:
     Parameters
     ----------
     segments : sequence of Segments
-        What each slot has mapped; kept up by the owner.
+        What each slot has mapped; the owner keeps it up to date.
     references : References
     planes : int
 
     Attributes
     ----------
     alias_pages : int
-        Mappings of pages, over all planes, beyond the first of each page: what is mapped without memory of its own.
+        Mappings of pages over all planes, not counting the first of each page: mapped without memory of their own.
     """
 
     def __init__(self, segments: Sequence[Segments], references: References, planes: int) -> None:
@@ -78,7 +78,7 @@ class SharedPages:
         return self._segments[slot].handles[index * self._planes]
 
     def mappings(self, slots: Iterable[int]) -> Counter[int]:
-        """Of each handle of the first plane, how often these slots map it; at least all that is shared."""
+        """How often these slots map each handle of the first plane. All shared handles are there; others may be."""
         found: Counter[int] = Counter()
         for slot in filter(self.has, slots):
             found.update(self._segments[slot].handles[: self._bound[slot] * self._planes : self._planes])
@@ -98,7 +98,7 @@ class SharedPages:
                     yield slot, first, end
 
     def saved_pages(self, slots: Iterable[int]) -> int:
-        """Pages over all planes that these slots would have to map more, had each its own: shared ones count once."""
+        """Pages over all planes that these slots would map more if each had its own copy of what it shares."""
         found: set[int] = set()
         saved = 0
         for slot in filter(self.has, slots):
@@ -109,7 +109,7 @@ class SharedPages:
         return saved * self._planes
 
     def common_bytes(self, rows: Mapping[int, int], page_bytes: int) -> int:
-        """Bytes per plane that slots have in common with one counted before: the first `rows[slot]` bytes of each."""
+        """Bytes per plane that a sum over slots counts twice, if each slot uses its first `rows[slot]` bytes."""
         counted: dict[int, int] = {}
         common = 0
         for slot in filter(self.has, rows):
@@ -123,7 +123,7 @@ class SharedPages:
         return common
 
     def reckoning(self) -> Reckoning:
-        """Begin to reckon what becomes free when slots let go of pages, one after another."""
+        """Begin to reckon what becomes free if slots let go of pages, one after another."""
         return Reckoning(self, self._segments, self._references)
 
     def bound(self, slot: int) -> int:
@@ -131,7 +131,7 @@ class SharedPages:
         return self._tighten(slot) if self.alias_pages else 0
 
     def sources(self, swaps: Iterable[Swap], slots: Iterable[int]) -> dict[int, int]:
-        """Of each handle of the first plane that is to be replaced, one of `slots` that keeps it, at the same pages."""
+        """For each handle of the first plane that swaps replace, one of `slots` that keeps it, at the same pages."""
         pairs = {(handle, cut.slot) for cut, _ in swaps for handle in cut.segments.handles[:: self._planes]}
         replaced = {handle for handle, _ in pairs}
         return {
@@ -144,7 +144,7 @@ class SharedPages:
     # --- what must be replaced before it is written -----------------------------------------------------------------
 
     def swaps(self, writes: Iterable[tuple[int, int, int]], ignored: Mapping[int, int]) -> list[Swap]:
-        """Segments to replace so that each slot has pages of its own where it writes; the last sharer keeps a page.
+        """What to replace so that each slot has pages of its own where it writes. The last sharer keeps the page.
 
         Parameters
         ----------
@@ -196,9 +196,9 @@ class SharedPages:
 
 
 class Reckoning:
-    """What becomes free when slots let go of pages, one after another: with the last mapping, and not before.
+    """What becomes free if slots let go of pages, one after another. A page becomes free with its last mapping.
 
-    Nothing is unmapped by it. Good for as long as the gate's lock is held.
+    It unmaps nothing, and is good only while the gate's lock is held.
 
     Parameters
     ----------
@@ -214,9 +214,9 @@ class Reckoning:
         self._gone: Counter[int] = Counter()
 
     def drop(self, slot: int, pages: int, most: int | None = None) -> tuple[int, int]:
-        """Let go of the last `pages` pages per plane of a slot, in whole handles, while no more than `most` are freed.
+        """Let go of the last `pages` pages per plane of a slot, whole handles, until `most` pages would be exceeded.
 
-        `pages` end where a handle ends.
+        `pages` begin where a handle begins. `most` limits the pages per plane that become free.
 
         Returns
         -------

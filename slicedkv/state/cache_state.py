@@ -1,7 +1,7 @@
 """`CacheState`: what the parts of one cache share, and the few facts that follow from several of them.
 
-No policy lives here: `victims` decides what may be taken back, `planner` what is mapped ahead, `cache` what callers
-see. Everything is read and changed with the gate's lock held unless a docstring says otherwise.
+No policy lives here: `victims` decides what may be taken back, `planner` decides what is mapped ahead. Hold the gate's
+lock to read or change anything, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PAGES_A_STRANDED_ONE = 8
 
 
 class LateEnd(NamedTuple):
-    """A request that is to be ended: its slot, which of the slot's requests it is, and the end of its work."""
+    """A request that will be ended: its slot, the number of its slot's requests so far, and the end of its work."""
 
     slot: int
     generation: int
@@ -51,32 +51,32 @@ class CacheState:
     host : HostPool
         Host memory for rows that are not in a slot.
     min_share_pages : int
-        Pages of the pool, over all planes, that no other cache may take from this one.
+        Pages over all planes that no other cache of the pool may take from this one.
     wanted : dict of int to int
-        Pages per plane that active requests asked for ahead of need (`alloc_reqid(seq_len)`, `prefetch`), by slot.
+        By slot, the pages per plane that `alloc_reqid(seq_len)` or `prefetch` asked for.
     eager : dict of int to int
-        Pages per plane mapped for a request that is not here yet, by idle slot.
+        By idle slot, the pages per plane mapped for a request that is not here yet.
     unscheduled : bool
-        Slots or mappings changed since lookahead was last scheduled.
+        Slots or mappings changed since the planner last scheduled lookahead.
     clean_pages : list of int
-        Pages per plane that hold nothing of another request, by slot; kept up only with `zero_on_reuse`.
+        By slot, the pages per plane at its start that hold nothing of another request. Only with `zero_on_reuse`.
     surplus : set of int
-        Active slots whose request was cut short: what lies behind its tokens is to be unmapped.
+        Active slots whose request was cut short: the mapper unmaps what lies behind its tokens.
     late_ends : deque of LateEnd
-        Requests whose end a finalizer or a signal's handler asked for in the middle of another call.
+        Ends that a finalizer or a signal's handler asked for in the middle of another call.
     news : bool
-        Something changed that the mapper should look at.
+        The mapper should look whether there is work.
     mapper_slots : frozenset of int or None
-        Slots that the cache's mapper, which holds the work token, is mapping pages for: what is in flight (see
-        `PagePool`) is this cache's. None while it does not.
+        While the cache's mapper holds the work token, the slots that it is mapping pages for; what is in flight (see
+        `PagePool`) is then this cache's. Otherwise None.
     paused : bool
-        Free memory was given back, and nothing may be mapped before `resume`.
+        The cache gave free memory back and maps nothing before `resume`.
     offloaded : dict of int to HostSpan
-        Rows of active slots that are in host memory until then, by slot.
+        By active slot, the rows that are in host memory until then.
     closed : bool
-        Everything was given back.
+        The cache gave everything back.
     protector : Protector, optional
-        With `debug`, where the device can make pages read-only.
+        With `debug`, if the device can make pages read-only.
     """
 
     config: CacheConfig
@@ -120,7 +120,7 @@ class CacheState:
         return [member for member in members if isinstance(member, CacheState) and member is not self]
 
     def keep_pages(self, slot: int) -> int:
-        """Pages per plane of a slot that belong to its request; the rest of what is mapped is margin."""
+        """Pages per plane of a slot that its request, or the call under way, needs. What else is mapped is margin."""
         claim = self.holds.claims.get(slot, 0)
         if not self.slots.is_active(slot):
             return claim
@@ -128,11 +128,10 @@ class CacheState:
         return max(self.layout.pages_for(self.lengths.longest[slot]), wanted, claim)
 
     def usable_pages(self, slot: int, pages: int) -> int:
-        """Pages per plane of an idle slot with which a request of `pages` pages, or of unknown length (0), may begin.
+        """Pages per plane that a request of `pages` pages, or of unknown length (0), could reuse from an idle slot.
 
-        All that are mapped, unless the request would keep more than an eighth of its own pages from everybody else,
-        because they belong to an extent of which it needs a part: then those before this extent. -1, worse than none,
-        if they are shared, or if more are on their way.
+        Normally all that are mapped. If the last extent would waste more than an eighth of the request, only those
+        before it. -1, worse than an empty slot, if the slot shares pages or is still growing.
         """
         mapped = -1 if self.backing.shared.has(slot) else self.backing.mapped(slot)
         if not pages:
@@ -143,20 +142,20 @@ class CacheState:
         return min(begin, mapped) if end - pages > pages // _PAGES_A_STRANDED_ONE else mapped
 
     def is_growing(self, slot: int) -> bool:
-        """True when the mapper is mapping pages, perhaps in extents, for a slot right now."""
+        """True when the mapper is mapping pages for a slot right now, and they may be extents."""
         return self.mapper_slots is not None and slot in self.mapper_slots and self.pool.extent_pages > 1
 
     def best_fit(self, pages: int) -> int | None:
-        """Return the idle slot that suits a request of `pages` pages per plane; see `SlotTable.best_fit`."""
+        """Return the idle slot that suits a request of `pages` pages per plane best; see `SlotTable.best_fit`."""
         return self.slots.best_fit(max(1, pages), lambda slot: self.usable_pages(slot, pages), self.backing.mapped)
 
     def is_over(self, slot: int) -> bool:
-        """True when the device is done with all work that may use a slot's pages, its active request's aside."""
+        """True when the device is done with the slot's fence. Work of its active request need not be over."""
         fence = self.slots.fence(slot)
         return fence is None or self.pool.driver.fence_done(fence)
 
     def spare_pages(self, slot: int, claim: int = 0) -> int:
-        """Pages per plane beyond `keep_pages` and `claim` that can be unmapped, whole handles only."""
+        """Pages per plane that can be unmapped: whole handles beyond `keep_pages` and beyond `claim`."""
         mapped = self.backing.mapped(slot)
         if not mapped:
             return 0
@@ -164,9 +163,9 @@ class CacheState:
         return self.backing.shrinkable(slot, keep) if mapped > keep else 0
 
     def strike(self, slot: int, keep: int = 0) -> Cut | None:
-        """Strike what a slot can spare beyond `keep` pages per plane off all books.
+        """Take off all books what a slot can spare beyond `keep` pages per plane.
 
-        `Backing.unmap` must follow, then `note_mapped` if it fails.
+        The caller unmaps it with `Backing.unmap`; if that fails, it calls `note_mapped`.
         """
         cut = self.backing.detach(slot, max(keep, self.keep_pages(slot)))
         self.clean_pages[slot] = min(self.clean_pages[slot], self.backing.mapped(slot))
@@ -175,13 +174,13 @@ class CacheState:
         return cut
 
     def lose(self, slot: int) -> None:
-        """Take a slot out of use, and its request with it: what is mapped there is unknown."""
+        """Take a slot out of use, and end its request: nobody knows what is mapped there."""
         self.slots.lose(slot)
         self._forget(slot)
         self.eager.pop(slot, None)
 
     def _forget(self, slot: int) -> None:
-        """Drop what is known of a slot's request, and the host memory that it has while the cache is paused."""
+        """Drop what the books say of a slot's request, and its host memory, which it has while the cache is paused."""
         self.lengths.reset(slot)
         self.wanted.pop(slot, None)
         self.surplus.discard(slot)
@@ -192,22 +191,22 @@ class CacheState:
     # --- the end of a request ----------------------------------------------------------------------------------------
 
     def end(self, slot: int, fence: Fence | None) -> None:
-        """Make an active slot idle behind `fence`, or behind the one it has; its pages stay."""
+        """Make an active slot idle behind `fence`, or behind the fence it has. Its pages stay."""
         self.slots.deactivate(slot, fence)
         self._forget(slot)
         self.unscheduled = self.news = True
 
     def end_or_put_off(self, slot: int, fence: Fence) -> None:
-        """End a request for everybody; where a call under way holds its slot, its pages stay until that is over."""
+        """End a request. If a call under way holds its slot, the slot is idle only when that call is over."""
         if self.holds.has(slot):
             self.slots.set_ending(slot, fence)
         else:
             self.end(slot, fence)
 
     def end_later(self, slot: int) -> None:
-        """Note the end of a request on a thread that is in the middle of another call, whose books may not agree.
+        """Note the end of a request, on a thread that is in the middle of another call and finds books half changed.
 
-        Without the lock, or with it: that of the call below.
+        The lock may be held, by that other call, or not.
         """
         self.slots.require_active(slot)
         if not self.has_request(slot):
@@ -215,12 +214,12 @@ class CacheState:
         self.late_ends.append(LateEnd(slot, self.slots.generation(slot), self.fence_behind(slot)))
 
     def has_request(self, slot: int) -> bool:
-        """True when a request has the slot and nobody asked for its end."""
+        """True when a request has the slot and nobody has asked for its end."""
         late = ((end.slot, end.generation) for end in list(self.late_ends))
         return self.slots.has_request(slot) and (slot, self.slots.generation(slot)) not in late
 
     def catch_up(self, *, working: bool = False) -> None:
-        """End what was to be ended late. Lock held, and with `working` the work token, without which a pause holds."""
+        """Make the ends that were put off take effect. Lock held; while the cache is paused, only with the token."""
         for _ in range(len(self.late_ends) if working or not self.paused else 0):
             slot, generation, fence = late = self.late_ends.popleft()
             if not self.slots.has_request(slot) or self.slots.generation(slot) != generation:
@@ -236,14 +235,14 @@ class CacheState:
             self.end_or_put_off(slot, fence)
 
     def _let_go(self) -> None:
-        """*token* End what a call holds, and the requests whose end it put off. Lock held."""
+        """*token* Let go of what a call holds, and end the requests whose end it put off. Lock held."""
         self.holds.clear()
         for slot in self.slots.ending:
             self.end(slot, None)
         self.catch_up(working=True)
 
     def fence_behind(self, slot: int) -> Fence:
-        """A fence behind all that is queued on the current stream, and behind the slot's earlier fence."""
+        """A fence that comes after all that is queued on the current stream and after the slot's earlier fence."""
         driver, earlier = self.pool.driver, self.slots.fence(slot)
         fence = driver.record_fence()  # first, as it refuses a stream that is being captured
         if earlier is None or driver.fence_done(earlier):
@@ -253,10 +252,11 @@ class CacheState:
 
     @contextmanager
     def work(self, purpose: str, *reqids: int, paused: bool = False) -> Iterator[Mapping[int, int]]:
-        """Hold the work token for a foreground call, and give up at its end what it holds.
+        """Hold the work token for a foreground call; at its end, let go of what the call holds.
 
-        Yields tickets of its requests. Whatever the call decides about these, it decides where it holds them, see
-        `hold`: before, the lock was free. With `paused` also while the cache is paused.
+        It yields tickets of the requests. Other threads may have changed them while the call waited, so a call decides
+        about them only in the same lock block where it holds them, see `hold`. With `paused` it also works while the
+        cache is paused.
 
         Raises
         ------
@@ -279,10 +279,9 @@ class CacheState:
                     self._let_go()
 
     def hold(self, tickets: Mapping[int, int]) -> None:
-        """*token* Keep the slots of these requests from all others until the call is over. Lock held.
+        """*token* Keep the slots of these requests from all other calls until this one is over. Lock held.
 
-        Whoever wants to use or to end one of them waits, or puts it off until the token is given back. More slots can
-        be held by `holds.add`.
+        Who wants to use one of them waits for the token; who ends one puts the end off. `holds.add` holds more slots.
 
         Raises
         ------
@@ -315,7 +314,7 @@ class CacheState:
             self.lengths.share(slot, self.layout.rows_within(self.backing.shared.end_page(slot)))
 
     def snapshot(self) -> CacheStats:
-        """Take the statistics of this moment."""
+        """Return the statistics of this moment."""
         planes, page_bytes, shared = self.layout.num_planes, self.pool.page_bytes, self.backing.shared
         plane_page_bytes = planes * page_bytes
         active = self.slots.active

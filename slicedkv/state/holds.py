@@ -1,10 +1,10 @@
 """`Holds`: the slots that the call under way reads or writes while it does not have the lock.
 
-A call that lets go of the lock between deciding and acting holds the work token for as long, so there is one such call
-at a time; what it decided about stands here. Whoever would end, step, share or move the request of a held slot waits
-for the token, or puts it off until the call is over. Calls that need neither look here first.
+A call that lets go of the lock between deciding and acting holds the work token meanwhile, so there is one such call at
+a time. The slots that it decided about stand here. Who steps, shares or moves the request of a held slot waits for the
+token; who ends it puts the end off until the call is over. Calls that take no token look here first.
 
-Knows slots by number only. Read and changed with the gate's lock held.
+Slots are numbers here. Hold the gate's lock to read or change anything.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Holds:
     Attributes
     ----------
     claims : dict of int to int
-        Pages per plane that the call needs, by slot, beyond those of the slot's request.
+        By slot, the pages per plane that the call needs, also beyond those of the slot's request.
     emptied : set of int
-        Slots whose pages all go: what was asked for ahead there does not count.
+        Slots that the call empties: what was asked for ahead there does not keep pages.
     leaving : set of int
-        Slots whose request the call ends.
+        Slots whose request the call itself ends.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -46,7 +46,7 @@ class Holds:
 
     @property
     def _is_live(self) -> bool:
-        """False when nothing is held, or when the call was interrupted and could not let go: its token is gone."""
+        """False when nothing is held, also after a call that was interrupted before it let go: its token is gone."""
         return self._claim is not None and self._gate.claim is self._claim
 
     def has(self, slot: int) -> bool:
@@ -62,12 +62,12 @@ class Holds:
         return self._lens is not None and bool(((self._lens > 0) & (lens > 0)).any())
 
     def add(self, slots: Iterable[int]) -> None:
-        """Hold these slots, too, until `clear`. *token*"""
+        """*token* Hold these slots, too, until `clear`."""
         self._claim = self._gate.claim
         self._slots.update(slots)
 
     def add_all(self, lens: torch.Tensor) -> None:
-        """Hold every slot with a length above 0 in `lens`: thousands, without a loop over them. *token*"""
+        """*token* Hold every slot with a length above 0 in `lens`, as a vector: they may be thousands."""
         self._claim = self._gate.claim
         self._lens = lens.clone()
 

@@ -1,7 +1,7 @@
-"""Lengths of all slots as columns: what `step` is told, compared with what is mapped, without a Python loop over B.
+"""`LengthTable`: lengths of all slots as columns, so that `step` compares them without a Python loop over B.
 
-Knows torch (CPU vectors only) and token counts; neither pages, drivers nor states of slots. Not thread-safe: the cache
-calls it with its gate's lock held.
+It knows token counts and CPU vectors of torch; pages and states of slots are others' business. Not thread-safe: the
+cache calls it with its gate's lock held.
 """
 
 from __future__ import annotations
@@ -88,24 +88,24 @@ class LengthTable:
     """Per-slot token counts, each a column of `num_slots` numbers.
 
     A column is an `array` and, over the same memory, a tensor. `step` compares whole columns as tensors. Everything
-    else reads and writes single numbers, never a tensor: each torch call lets go of the GIL, and beside a busy main
-    thread the mapper would wait for it a whole switch interval each time.
+    else reads and writes single numbers of the array. Each torch call lets go of the GIL, and beside a busy main thread
+    the mapper would wait a whole switch interval to get it back.
 
     Attributes
     ----------
     longest : array of int
-        The longest length of the slot's request so far; 0 for idle slots.
+        The longest length that the slot's request has had; 0 for idle slots.
     backed : array of int
         The longest length that is mapped; 0 for idle slots, so that any length there stands out.
     trigger : array of int
-        At most `backed`: a length above it wants the next page soon. Equal to `backed` for a slot that is mapped to the
-        end: it wants nothing more, and a length above that stands out too.
+        The length beyond which the mapper should map the next page; never above `backed`. A slot that is mapped to its
+        end has `backed` here, so that a length beyond the end stands out.
     shared : array of int
-        Rows that lie at least in part in pages the slot shares with others, or did not long ago.
+        Rows that lie in pages which the slot shares, or shared not long ago. A row that does in part counts.
     sharers : set of int
         Slots with such rows.
     distance : int
-        Tokens before the end of what is mapped at which a slot's next page is asked for, until it is scheduled.
+        How many tokens before the end of what is mapped the next page is asked for, in slots not scheduled yet.
     """
 
     def __init__(self, num_slots: int, max_seq_len: int) -> None:
@@ -167,7 +167,7 @@ class LengthTable:
     def start(self, slot: int, seq_len: int, last: int | None = None) -> None:
         """Note that a request without tokens now has `seq_len` tokens that it did not write.
 
-        `last` is what counts as the length of its last step; by default it is as long as that.
+        `last` counts as the length of its last step; by default that is `seq_len`.
         """
         self.longest[slot] = self._last[slot] = seq_len
         if last is not None and last < seq_len:
@@ -185,7 +185,7 @@ class LengthTable:
         return _indices(lens > self._backed)
 
     def beyond_longest(self, lens: torch.Tensor) -> list[int]:
-        """Slots whose request is longer than ever before."""
+        """Slots whose request becomes longer than ever before."""
         return _indices(lens > self._longest)
 
     def check_range(self, lens: torch.Tensor) -> None:

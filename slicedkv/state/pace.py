@@ -1,9 +1,8 @@
-"""When must the next page of each slot be mapped, at the latest? The schedule, and the pace it follows.
+"""`Pace`: when the mapper must map the next page of each slot, at the latest, and how fast both sides are.
 
-A page mapped long before its use is waste, one mapped too late is a stall. So the mapper starts at the *latest start*
-of classic backward scheduling: with deadlines (the step at which a slot runs out of mapped rows) in ascending order,
-each mapping must start one mapping time before both its own deadline and the next one's start. Knows
-numbers only.
+Mapping too early wastes memory, too late stalls a step. Deadlines are the steps at which slots run out of mapped rows.
+They are taken from last to first: each mapping starts one mapping time before its own deadline or before the next
+mapping starts, whichever is earlier. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CALM_STEPS = 1000
 
 
 def latest_start(slack: Sequence[float], work: float) -> list[float]:
-    """Time before its deadline at which each mapping must start, on one machine that does one after the other.
+    """How long before its deadline each mapping must start, if one mapper makes them one after the other.
 
     Parameters
     ----------
@@ -43,18 +42,18 @@ def latest_start(slack: Sequence[float], work: float) -> list[float]:
 
 
 class Pace:
-    """Measured speed of both sides: how fast steps come, how fast pages are mapped, how late the mapper starts.
+    """Measured speed of both sides: how fast steps come, how fast the mapper maps, how late it starts.
 
     Attributes
     ----------
     interval_s : float
-        Time between two steps; smoothed, pauses left out.
+        Smoothed time between two steps, without pauses.
     page_s : float
-        Driver time of one mapping; falls quickly and rises slowly, so that waits for the GIL are not taken for it.
+        Driver time of one mapping. It falls quickly and rises slowly, so that waits for the GIL hardly count.
     latency_s : float
-        From the step that asks until the mapper has mapped, less `page_s` for each mapping; a decaying maximum.
+        Time from the step that asks until the mapper is done, less `page_s` for each mapping: a decaying maximum.
     margin_tokens : int
-        Added after a stall that lookahead should have prevented; shrinks again while there is none.
+        It grows with each stall that lookahead should have prevented, and shrinks again while there is none.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""`Protector`: with `debug`, pages that are shared are read-only, so that whatever writes there faults at once.
+"""`Protector`: with `debug`, shared pages are read-only, so that a kernel that writes there faults at once.
 
-Pages of a slot are read-only while another slot, active or idle, has them mapped too. Slots that are lost do not count,
-as they do not for copies on write: a request has pages read-only exactly as long as a step would copy them before it
-writes there. Whoever changes what is mapped does it inside `changing`. Where the driver refuses, pages stay as they are
-until the next change; a call that is about to write, or that promises that somebody may, calls `settle` itself first
-and fails.
+Pages of a slot are read-only while another active or idle slot has them mapped, too. That is exactly as long as a step
+would copy them before it lets a request write there; lost slots count for neither.
 
-Knows neither lengths nor policy. Functions marked *token* are called by whoever holds the gate's work token.
+Who changes what is mapped does it inside `changing`. Where the driver refuses, pages stay as they are until the next
+change. A call that is about to write, or promises that somebody may, calls `settle` first and fails if that does.
+
+Functions marked *token* need the gate's work token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Protector:
         self._slots = slots
         self._gate = backing.pool.gate
         self._perhaps: set[_Span] = set()  # may be read-only
-        self._surely: set[_Span] = set()  # are, as far as the driver can be trusted; all of them are in `_perhaps` too
+        self._surely: set[_Span] = set()  # a part of them: these are, as far as the driver can be trusted
 
     @property
     def slots(self) -> set[int]:
@@ -61,20 +61,20 @@ class Protector:
         return any(span.overlaps(slot, first_page, end_page) for span in self._perhaps)
 
     def doubt(self, *cuts: Cut) -> None:
-        """*token* Note that pages were unmapped, or were to be and may be mapped again: nobody knows what they are."""
+        """*token* Note that pages were unmapped, and perhaps mapped back: whether they are read-only nobody knows."""
         with self._gate.lock:
             ranges = [cut[:3] for cut in cuts]
             self._surely = {span for span in self._surely if not any(span.overlaps(*range_) for range_ in ranges)}
 
     def settle(self) -> None:
-        """*token* Make pages read-only that are shared, and writable that are not any more.
+        """*token* Make shared pages read-only, and pages that are not shared any more writable.
 
-        The caller has made sure that no work that writes what is shared is left on the device.
+        The caller has waited for all work that writes shared pages.
 
         Raises
         ------
         DriverError
-            The first refusal of the driver, after everything was tried.
+            The driver refused some pages; this is its first refusal. The others are as they should be.
         """
         if not self._perhaps and not self._backing.shared.alias_pages:
             return
@@ -116,9 +116,9 @@ class Protector:
             (self._perhaps.difference_update if writable else self._surely.update)(spans)
 
     def check_integrity(self) -> None:
-        """Raise `StateError` if pages are read-only that are not shared, or the other way round. Lock held.
+        """Raise `StateError` if a page is shared and writable, or read-only and not shared. Lock held.
 
-        What the driver refused is not looked at.
+        Pages that the driver refused do not count.
         """
         wanted = self._wanted()
         for wrong, what in ((wanted - self._perhaps, "shared"), (self._surely - wanted, "read-only")):
@@ -141,9 +141,9 @@ def _joined(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
 
 @contextmanager
 def changing(protector: Protector | None, *cuts: Cut) -> Iterator[None]:
-    """*token* Change what is mapped inside, unmapping `cuts` among others; with a protector, settle afterwards.
+    """*token* Wrap a change of what is mapped, which unmaps `cuts` among others: the protector settles after it.
 
-    What the driver refuses is left for the next time: what was changed inside is done.
+    What the driver refuses is left for the next time, since the change itself is done.
     """
     try:
         yield

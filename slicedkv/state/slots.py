@@ -1,7 +1,7 @@
 """`SlotTable`: which slots are active and which idle, and which idle slot a new request should get.
 
-Pure Python bookkeeping; knows neither torch, drivers nor pages beyond the counts it is told. Not thread-safe: the
-cache calls it with its gate's lock held.
+Pure bookkeeping without torch. It knows pages as counts that callers tell it. Not thread-safe: the cache calls it with
+its gate's lock held.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["SlotTable"]
 class SlotTable:
     """States of `num_slots` slots.
 
-    A slot is active (a request has it), idle (free, perhaps still backed by pages) or lost (a driver failure left its
-    mapping in an unknown state; it is never handed out again). An active slot may be ending: its request is over for
-    everybody but the call that still reads or writes its pages.
+    A slot is active (a request has it), idle (free, perhaps still backed by pages) or lost (the driver failed and
+    nobody knows what is mapped; it is never handed out again). An active slot may be ending: its request is over, but
+    a call under way still reads or writes its pages.
 
     Attributes
     ----------
     requests : array of int
-        Of each slot, how many requests it has had, counting the one it has; less than 1, the same number negated, when
-        nobody has it. So a number above 0 that is the same as before stands for the same request.
+        For each slot, how many requests it has had so far; negated while no request has it. So a number above 0 that
+        did not change stands for the same request.
     reads : dict of int to Fence
-        Copies that may still read an active slot's rows, perhaps on another stream than its request's.
+        By active slot, the copy that may still read its rows, perhaps on another stream than its request's.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,11 +66,11 @@ class SlotTable:
         return len(self._active)
 
     def is_active(self, slot: int) -> bool:
-        """True when `slot` holds a request, also one that is ending: its pages are in use."""
+        """True when the slot's pages are in use: by a request, or by a call whose request is ending."""
         return slot in self._active
 
     def has_request(self, reqid: int) -> bool:
-        """True when a request has the slot and was not ended."""
+        """True when a request has the slot and is not ending."""
         return 0 <= reqid < self.num_slots and self.requests[reqid] > 0
 
     def require_active(self, reqid: int) -> None:
@@ -82,7 +82,7 @@ class SlotTable:
         raise StateError(f"reqid {reqid} is not active; it was freed already or never allocated")
 
     def generation(self, slot: int) -> int:
-        """How many requests the slot has had: the same number means the same request, while it is active."""
+        """How many requests the slot has had. While a request has it, the number stands for that request."""
         return abs(self.requests[slot])
 
     def tickets(self, reqids: Iterable[int]) -> dict[int, int]:
@@ -106,10 +106,10 @@ class SlotTable:
     def best_fit(
         self, pages: int, usable: Callable[[int], int], mapped: Callable[[int], int] | None = None
     ) -> int | None:
-        """Return the idle slot that suits a request of `pages` pages per plane, or None when all are active.
+        """Return the idle slot that suits a request of `pages` pages per plane best, or None when there is none.
 
-        That is the one with the fewest usable pages that suffice, else the one with the most; among equals one with
-        fewer `mapped`, one whose last request is surely over, then the lowest.
+        Of the slots with enough usable pages, that is the one with the fewest; if none has enough, the one with the
+        most. Among equals, fewer `mapped` pages go first, then a slot without a fence, then the lowest number.
         """
         if not self._idle:
             return None
@@ -159,7 +159,7 @@ class SlotTable:
         self.reads.pop(slot, None)
 
     def set_ending(self, slot: int, fence: Fence) -> None:
-        """End a request whose pages a call still uses; `fence` marks the end of the work of the request itself."""
+        """End a request whose pages a call still uses. `fence` marks the end of the request's own work."""
         self._end(slot)
         self._ending.add(slot)
         self._fences[slot] = fence
@@ -172,11 +172,11 @@ class SlotTable:
         self._ending.discard(slot)
 
     def fence(self, slot: int) -> Fence | None:
-        """The fence that must be done before anything behind the slot's old request is unmapped, or None."""
+        """The fence of device work that may still use the slot's pages, or None."""
         return self._fences.get(slot)
 
     def set_fence(self, slot: int, fence: Fence) -> None:
-        """Note device work on a slot's pages that an earlier fence, if there is one, comes before."""
+        """Note device work on a slot's pages. `fence` comes after the fence that the slot has, if it has one."""
         self._fences[slot] = fence
 
     def clear_fences(self, slots: Iterable[int]) -> None:
