@@ -23,15 +23,20 @@ from typing import Literal, NamedTuple, get_args
 
 from .errors import ConfigError
 
-__all__ = ["K", "KVLayout", "LayoutKind", "SliceGeometry", "V", "align_up", "paged_kv_bytes"]
+__all__ = ["K", "KVLayout", "LayoutKind", "SliceGeometry", "V", "align_up", "ceil_div", "paged_kv_bytes"]
 
 LayoutKind = Literal["sliced", "interleaved", "per_layer"]
 K, V = 0, 1
 
 
+def ceil_div(value: int, divisor: int) -> int:
+    """Return ``value / divisor``, rounded up. `divisor` is positive; no float takes part, so any size is exact."""
+    return -(-value // divisor)
+
+
 def align_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
+    return ceil_div(value, multiple) * multiple
 
 
 def paged_kv_bytes(token_bytes: int, seq_len: int, group_tokens: int = 16) -> int:
@@ -121,7 +126,7 @@ class KVLayout:
     @cached_property
     def pages_per_slot(self) -> int:
         """Pages of one slot in one plane when it is full."""
-        return -(-self.rows_per_slot * self.row_bytes // self.page_bytes)
+        return ceil_div(self.rows_per_slot * self.row_bytes, self.page_bytes)
 
     @cached_property
     def slot_stride_bytes(self) -> int:
@@ -143,7 +148,7 @@ class KVLayout:
         if seq_len <= 0:
             return 0
         rows = min(seq_len + self.guard_tokens, self.rows_per_slot)
-        return -(-rows * self.row_bytes // self.page_bytes)
+        return ceil_div(rows * self.row_bytes, self.page_bytes)
 
     def tokens_backed(self, pages: int) -> int:
         """Longest `seq_len` that `pages` pages per plane back, guard rows included; the inverse of `pages_for`."""
@@ -154,7 +159,7 @@ class KVLayout:
         """Pages per plane, first and end, that hold a part of rows ``[first_token, end_token)``."""
         if first_token >= end_token:
             return 0, 0
-        return first_token * self.row_bytes // self.page_bytes, -(-end_token * self.row_bytes // self.page_bytes)
+        return first_token * self.row_bytes // self.page_bytes, ceil_div(end_token * self.row_bytes, self.page_bytes)
 
     def whole_pages(self, seq_len: int) -> int:
         """Pages per plane that are filled by tokens ``[0, seq_len)``."""
@@ -162,7 +167,7 @@ class KVLayout:
 
     def rows_within(self, pages: int) -> int:
         """Rows that lie at least in part in the first `pages` pages of a slot."""
-        return min(-(-pages * self.page_bytes // self.row_bytes), self.rows_per_slot)
+        return min(ceil_div(pages * self.page_bytes, self.row_bytes), self.rows_per_slot)
 
     def bytes_for(self, seq_len: int) -> int:
         """Physical bytes a request of `seq_len` tokens needs over all planes."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import DriverError
+from ..layout import align_up
 from .base import Copy, MemoryInfo
 from .faulty import FaultyDriver
 from .ledger import Mappings
@@ -95,7 +96,7 @@ class FakeDriver(StrictDriver):
         self.copy_bytes_per_s = 50e9
         self.pinned: dict[int, int] = {}
         self.protected: set[int] = set()
-        self._next_address = -(-_FIRST_ADDRESS // granularity) * granularity
+        self._next_address = align_up(_FIRST_ADDRESS, granularity)
         self._next_handle = 1
         self._fences_changed = threading.Condition()
 

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, DriverError
+from ..layout import align_up
 from . import native, procfs
 from .areas import AREA_HINT, AreaBudget, new_areas
 from .base import Copy, Fence, MemoryInfo
@@ -92,7 +93,7 @@ class HostDriver(StrictDriver):
         at = _mmap(None, num_bytes + slack, _PROT_NONE, _NOTHING, -1, 0)
         if at is None:
             raise self._error("reserve", ctypes.get_errno())
-        address = -(-at // self._granularity) * self._granularity
+        address = align_up(at, self._granularity)
         for start, end in ((at, address), (address + num_bytes, at + num_bytes + slack)):
             if start < end:
                 _libc().munmap(start, end - start)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slicedkv.errors import ConfigError
-from slicedkv.layout import K, KVLayout, V, align_up, paged_kv_bytes
+from slicedkv.layout import K, KVLayout, V, align_up, ceil_div, paged_kv_bytes
 
 MIB2 = 2 << 20
 LLAMA3_8B = KVLayout("sliced", 32, 8, 128, 2, 4, 131072, MIB2)
@@ -26,6 +26,13 @@ layouts = st.builds(
     page_bytes=st.sampled_from([4096, 65536, MIB2]),
     guard_tokens=st.integers(0, 70),
 )
+
+
+@given(st.integers(0, 2**70), st.integers(1, 2**40))
+def test_rounding_up_is_exact(value: int, divisor: int) -> None:
+    quotient, multiple = ceil_div(value, divisor), align_up(value, divisor)
+    assert multiple == quotient * divisor
+    assert value <= multiple < value + divisor
 
 
 @given(layouts)
