@@ -12,7 +12,7 @@ from fake_torch_cuda import FakeTorchCuda
 
 from slicedkv.vmm import native
 from slicedkv.vmm.cuda import CudaDriver
-from slicedkv.vmm.cuda_streams import TorchStreams
+from slicedkv.vmm.cuda.streams import TorchStreams
 
 
 def pytest_configure(config: pytest.Config) -> None:

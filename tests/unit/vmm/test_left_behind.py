@@ -19,7 +19,7 @@ from slicedkv import DriverError, PagePool, SlicedKVCache
 from slicedkv.errors import LostSlotsError
 from slicedkv.vmm import Run, host, native
 from slicedkv.vmm.cuda import CudaDriver
-from slicedkv.vmm.cuda_streams import TorchStreams
+from slicedkv.vmm.cuda.streams import TorchStreams
 from slicedkv.vmm.host import HostDriver
 
 HOST_PAGE = 65536

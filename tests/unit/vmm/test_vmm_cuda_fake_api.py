@@ -13,8 +13,8 @@ from fake_cuda import FakeCuda
 from fake_torch_cuda import FakeTorchCuda
 
 from slicedkv.errors import BackendUnavailableError, DriverError, StateError
-from slicedkv.vmm import MappedRange, Run, cuda_calls
-from slicedkv.vmm.cuda import CudaDriver
+from slicedkv.vmm import MappedRange, Run
+from slicedkv.vmm.cuda import CudaDriver, calls
 
 PAGE = 2 << 20
 Open = Callable[..., tuple[CudaDriver, FakeCuda]]
@@ -56,7 +56,7 @@ class TestStartUp:
         def missing(name: str) -> Any:
             raise ImportError(name)
 
-        monkeypatch.setattr("slicedkv.vmm.cuda.import_module", missing)
+        monkeypatch.setattr("slicedkv.vmm.cuda.driver.import_module", missing)
         with pytest.raises(BackendUnavailableError, match="pip install"):
             CudaDriver(0)
 
@@ -89,11 +89,11 @@ class TestStartUp:
         for where, answer in script.items():
             getattr(api, where)["cuGetProcAddress"] = answer
         driver = CudaDriver(0, api)
-        assert isinstance(driver._calls, cuda_calls.PythonCalls)
+        assert isinstance(driver._calls, calls.PythonCalls)
         driver.release(driver.create(PAGE))
 
     def test_the_bindings_are_not_imported_by_the_module(self) -> None:
-        assert "cuda.bindings" not in vars(importlib.import_module("slicedkv.vmm.cuda"))
+        assert "cuda.bindings" not in vars(importlib.import_module("slicedkv.vmm.cuda.driver"))
 
     def test_the_context_is_given_back_once(self, open_fake_cuda: Open) -> None:
         driver, api = open_fake_cuda()
@@ -209,7 +209,7 @@ class TestMemoryCalls:
     def test_not_ready_for_ever_is_an_error_in_bounded_time(
         self, open_fake_cuda: Open, loops: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cuda_calls, "ACCESS_TRIES", 20)
+        monkeypatch.setattr(calls, "ACCESS_TRIES", 20)
         driver, api = open_fake_cuda(loops=loops)
         base, handles = driver.reserve(2 * PAGE), driver.create_batch(PAGE, 2)
         api.scripted["cuMemSetAccess"] = [0] + [600] * 1000

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .base import Copy
-from .cuda_streams import TorchStreams
+from ..base import Copy
+from .streams import TorchStreams
 
 __all__ = ["HostCopies"]
 

@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from .ledger import Mappings
-from .strict import Outcome
+from ..ledger import Mappings
+from ..strict import Outcome
 
 __all__ = [
     "ENTRY_POINTS",

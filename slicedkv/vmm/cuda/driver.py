@@ -15,14 +15,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..errors import BackendUnavailableError, DriverError
-from . import native
-from .base import Copy, Fence, MemoryInfo
-from .cuda_calls import ENTRY_POINTS, NativeCalls, PythonCalls, access_descriptor, allocation_properties, set_access
-from .cuda_copies import HostCopies
-from .cuda_streams import TorchStreams
-from .ledger import Mappings
-from .strict import Outcome, StrictDriver
+from ...errors import BackendUnavailableError, DriverError
+from .. import native
+from ..base import Copy, Fence, MemoryInfo
+from ..ledger import Mappings
+from ..strict import Outcome, StrictDriver
+from .calls import ENTRY_POINTS, NativeCalls, PythonCalls, access_descriptor, allocation_properties, set_access
+from .copies import HostCopies
+from .streams import TorchStreams
 
 __all__ = ["CudaDriver"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..errors import StateError
+from ...errors import StateError
 
 __all__ = ["TorchStreams"]
 
