@@ -1,14 +1,15 @@
-"""Tensors over addresses, mapped or not, and `LayerView`, the tensor type of public layer slices.
+"""Tensors over addresses, mapped or not, and the views a cache shows: its raw planes and its layer slices.
 
 torch copies, pickles and shares memory by the storage: all of it, for a view of one row. Most of this memory has
 nothing behind it, so the storage itself refuses, and with it every view, however that was made.
 
-The only module above the drivers that cares which kind of memory an address is. Knows nothing of pages or slots.
+The only module above the drivers that cares which kind of memory an address is.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,8 +17,10 @@ import torch.serialization
 import torch.utils.dlpack
 
 from .errors import ConfigError, StateError
+from .layout import K, KVLayout, V
+from .memory.backing import Backing
 
-__all__ = ["LayerView", "layer_view", "tensor_at"]
+__all__ = ["KVViews", "LayerView", "layer_view", "tensor_at"]
 
 
 def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) -> torch.Tensor:
@@ -84,44 +87,6 @@ def _refuse_to_save(storage: object) -> None:
 torch.serialization.register_package(0, _refuse_to_save, lambda storage, location: None)
 
 
-class LayerView(torch.Tensor):
-    """A view of cache memory, most of which may have nothing behind it.
-
-    Behaves as any tensor, and operations on it give plain tensors. Whatever would read it as a whole without being
-    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process. Each is
-    handed out once: what its holder does to its shape, or writes with a gradient, stays with this object.
-    """
-
-    # As torch.nn.Parameter does.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"LayerView(shape={tuple(self.shape)}, strides={self.stride()}, dtype={self.dtype}, device={self.device}, "
-            "values not shown: rows may have no memory behind them)"
-        )
-
-    def __format__(self, format_spec: str) -> str:
-        return format(repr(self), format_spec)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse("copied")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse("copied or pickled")
-
-    def _refuse(self, done: str) -> NoReturn:
-        raise StateError(
-            f"a layer slice of shape {tuple(self.shape)} cannot be {done} as a whole, rows past a request's length "
-            "have no memory behind them; copy the rows in use: view[reqid, :seq_len].clone()"
-        )
-
-
-def layer_view(rows: torch.Tensor) -> torch.Tensor:
-    """Return a new `LayerView` of the same memory, part of no graph. As torch.nn.Parameter is made, the fastest way."""
-    return torch.Tensor._make_subclass(LayerView, rows)
-
-
 # --- DLPack: the one public way to a CUDA tensor over memory that is not there yet ----------------------------------
 # Structs and device numbers as in dlpack.h, version 0.8 of the specification.
 
@@ -172,3 +137,101 @@ def _from_dlpack(address: int, num_bytes: int, device: tuple[int, int], owner: o
     except BaseException:
         _lent.pop(place, None)  # not consumed: nobody else will
         raise
+
+
+# --- what a cache shows ---------------------------------------------------------------------------------------------
+
+
+class LayerView(torch.Tensor):
+    """A view of cache memory, most of which may have nothing behind it.
+
+    Behaves as any tensor, and operations on it give plain tensors. Whatever would read it as a whole without being
+    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process. Each is
+    handed out once: what its holder does to its shape, or writes with a gradient, stays with this object.
+    """
+
+    # As torch.nn.Parameter does.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"LayerView(shape={tuple(self.shape)}, strides={self.stride()}, dtype={self.dtype}, device={self.device}, "
+            "values not shown: rows may have no memory behind them)"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse("copied or pickled")
+
+    def _refuse(self, done: str) -> NoReturn:
+        raise StateError(
+            f"a layer slice of shape {tuple(self.shape)} cannot be {done} as a whole, rows past a request's length "
+            "have no memory behind them; copy the rows in use: view[reqid, :seq_len].clone()"
+        )
+
+
+def layer_view(rows: torch.Tensor) -> torch.Tensor:
+    """Return a new `LayerView` of the same memory, part of no graph. As torch.nn.Parameter is made, the fastest way."""
+    return torch.Tensor._make_subclass(LayerView, rows)
+
+
+class KVViews:
+    """Views over the planes of one cache.
+
+    Attributes
+    ----------
+    raw_bytes : tuple of torch.Tensor
+        ``[plane_bytes]`` uint8 each, for whole pages.
+    """
+
+    def __init__(self, backing: Backing, dtype: torch.dtype) -> None:
+        layout, torch_device = backing.layout, backing.pool.driver.torch_device
+        self.raw_bytes: tuple[torch.Tensor, ...] = tuple(
+            tensor_at(r.address, r.num_bytes, torch_device, r) for r in backing.reservations
+        )
+        with torch.inference_mode(False):  # a cache opened in that mode serves outside it, too
+            flat = [raw.view(dtype) for raw in self.raw_bytes]
+            self._planes: tuple[torch.Tensor, ...] = tuple(_plane(layout, elements) for elements in flat)
+            self._keys: tuple[torch.Tensor, ...] = _slices(layout, flat, K)
+            self._values: tuple[torch.Tensor, ...] = _slices(layout, flat, V)
+
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """``[B, L, N, H, D]`` each (sliced), ``[B, L, N, 2, H, D]`` (interleaved) or ``[B, L, H, D]`` (per_layer)."""
+        return tuple(layer_view(plane) for plane in self._planes)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of a layer, ``[B, L, H, D]``."""
+        return layer_view(self._keys[layer])
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of a layer, ``[B, L, H, D]``."""
+        return layer_view(self._values[layer])
+
+    def clear(self) -> None:
+        """Let go of all views, so that their addresses are freed when the last one elsewhere is gone."""
+        self.raw_bytes = self._planes = self._keys = self._values = ()
+
+    def bytes_of(self, layout: KVLayout, slot: int, first_byte: int, end_byte: int) -> list[torch.Tensor]:
+        """Bytes ``[first_byte, end_byte)`` of a slot, one tensor a plane."""
+        start = slot * layout.slot_stride_bytes
+        return [raw[start + first_byte : start + end_byte] for raw in self.raw_bytes]
+
+
+def _plane(layout: KVLayout, elements: torch.Tensor) -> torch.Tensor:
+    shape = (layout.max_batch_size, layout.max_seq_len, *layout.row_shape)
+    strides = [1]
+    for extent in reversed(layout.row_shape):
+        strides.append(strides[-1] * extent)
+    strides.append(layout.slot_stride_bytes // layout.itemsize)
+    return elements.as_strided(shape, strides[::-1])
+
+
+def _slices(layout: KVLayout, flat: Sequence[torch.Tensor], which: int) -> tuple[torch.Tensor, ...]:
+    shape = (layout.max_batch_size, layout.max_seq_len, layout.num_kv_heads, layout.head_dim)
+    places = (layout.slice_geometry(layer, which) for layer in range(layout.num_layers))
+    return tuple(flat[place.plane].as_strided(shape, place.strides, place.offset) for place in places)
