@@ -34,7 +34,7 @@ from .requests.swap import SwapHandle, Swapper
 from .requests.zeroing import Zeroer
 from .state.lengths import SeqLens, parse_seq_lens
 from .stats import CacheStats
-from .tensors import KVViews
+from .views import KVViews
 
 __all__ = ["SlicedKVCache"]
 

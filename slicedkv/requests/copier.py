@@ -7,7 +7,7 @@ addresses; what must be copied or zeroed, and that it is mapped, is the business
 from __future__ import annotations
 
 from ..state.cache_state import CacheState
-from ..tensors import KVViews
+from ..views import KVViews
 
 __all__ = ["Copier"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slicedkv.tensors import tensor_at
+from slicedkv.views import tensor_at
 from slicedkv.vmm import Driver, native
 from slicedkv.vmm.cuda import CudaDriver
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from slicedkv import tensors
+from slicedkv import views
 from slicedkv.errors import ConfigError, StateError
-from slicedkv.tensors import LayerView, tensor_at
+from slicedkv.views import LayerView, tensor_at
 from slicedkv.vmm.host import HostDriver
 
 TIB = 2**40
@@ -52,7 +52,7 @@ def whole(place: int, owner: object = None) -> torch.Tensor:
 
 
 def through_dlpack(place: int, owner: object = None) -> torch.Tensor:
-    return tensors._from_dlpack(place - (TIB - 3 * PAGE), TIB, (tensors._DL_CPU, 0), owner)
+    return views._from_dlpack(place - (TIB - 3 * PAGE), TIB, (views._DL_CPU, 0), owner)
 
 
 @pytest.mark.parametrize("make", [whole, through_dlpack])
@@ -90,36 +90,36 @@ def test_a_tensor_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.
     watch = weakref.ref(owner)
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", refuse)
     with pytest.raises(RuntimeError, match="no"):
-        tensors._from_dlpack(4096, 10, (tensors._DL_CUDA, 0), owner)
+        views._from_dlpack(4096, 10, (views._DL_CUDA, 0), owner)
     del owner
     gc.collect()
     assert watch() is None
-    assert not tensors._lent
+    assert not views._lent
 
 
 def test_the_deleter_may_be_called_twice() -> None:
-    tensors._drop(12345)
-    tensors._drop(12345)
+    views._drop(12345)
+    views._drop(12345)
 
 
 def test_dlpack_structs_have_the_sizes_of_the_c_header() -> None:
-    assert ctypes.sizeof(tensors._DLTensor) == 48
-    assert ctypes.sizeof(tensors._DLManagedTensor) == 64
-    assert tensors._DLTensor.shape.offset == 24
+    assert ctypes.sizeof(views._DLTensor) == 48
+    assert ctypes.sizeof(views._DLManagedTensor) == 64
+    assert views._DLTensor.shape.offset == 24
 
 
 def test_interpreter_exit_with_living_tensors_is_silent() -> None:
     program = """
 import sys
 import torch
-from slicedkv import tensors
+from slicedkv import views
 from slicedkv.vmm.host import HostDriver
 driver = HostDriver()
 base = driver.reserve(1 << 30)
 class Owner:
     pass
-torch.first = tensors.tensor_at(base, 1 << 30, "cpu", Owner())
-torch.second = tensors._from_dlpack(base, 1 << 30, (1, 0), Owner())
+torch.first = views.tensor_at(base, 1 << 30, "cpu", Owner())
+torch.second = views._from_dlpack(base, 1 << 30, (1, 0), Owner())
 sys.modules["kept"] = [torch.second.view(torch.int16), torch.first.view(torch.int16)]
 third = torch.second[3:]
 """

@@ -172,7 +172,7 @@ def test_ctypes_loads_libraries_in_the_host_driver_only():
         if isinstance(node, ast.Attribute) and node.attr in loaders
     }
     # pythonapi is the interpreter itself, which makes DLPack capsules.
-    assert users <= {("slicedkv.vmm.host", "CDLL"), ("slicedkv.tensors", "pythonapi")}
+    assert users <= {("slicedkv.vmm.host", "CDLL"), ("slicedkv.views", "pythonapi")}
 
 
 def test_cache_does_not_know_attention():
@@ -202,7 +202,7 @@ def is_cuda_test(node: ast.AST) -> bool:
 def test_no_if_cuda_above_the_drivers():
     guilty = set()
     for name in MODULES:
-        if name == "slicedkv.tensors" or name.startswith("slicedkv.vmm"):
+        if name == "slicedkv.views" or name.startswith("slicedkv.vmm"):
             continue
         for node in ast.walk(tree_of(name)):
             if isinstance(node, (ast.If, ast.IfExp, ast.While)) and is_cuda_test(node.test):

@@ -19,7 +19,7 @@ import pytest
 from memory_probe import is_readable
 
 from slicedkv.errors import ConfigError, DriverError, StateError
-from slicedkv.tensors import tensor_at
+from slicedkv.views import tensor_at
 from slicedkv.vmm import MappedRange, MemoryInfo, Run, host, native, open_driver, procfs
 from slicedkv.vmm.host import HostDriver
 
