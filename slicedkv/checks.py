@@ -16,11 +16,11 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     Raises
     ------
     ConfigError
-        It is not an integer (bools are not) or out of range.
+        `value` is out of range, or not an integer. A bool does not count as one.
     """
     try:
         number = operator.index(value)
-    except (TypeError, RuntimeError):  # the latter for tensors that have no number, such as meta ones
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value, such as a meta tensor
         number = None
     if number is None or _is_bool(value):
         raise ConfigError(f"{name} is {value!r}; it must be an integer")
@@ -31,19 +31,19 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def _is_bool(value: Any) -> bool:
-    """True for bools, also in an array or tensor of one item, which count as numbers elsewhere."""
+    """True for a bool, and for an array or tensor of bools: Python takes one with a single item for a number."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """Return `value` as a float in ``[0, 1]``."""
+    """Return `value` as a float in ``[0, 1]``; raise `ConfigError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ConfigError(f"{name} is {value!r}; it must be a number in [0, 1]")
     return float(value)
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return `value`, which must be True or False."""
+    """Return `value` if it is True or False; raise `ConfigError` for anything else."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be True or False")
     return value

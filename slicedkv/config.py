@@ -1,7 +1,7 @@
 """`CacheConfig`: every argument of `SlicedKVCache`, validated once, before anything is opened or reserved.
 
-Knows torch dtypes and devices, no driver: what depends on a driver (granularity, free memory) is checked by the
-cache when it has one.
+Knows torch's dtypes and devices, but no driver. What depends on a driver (granularity, free memory) the cache checks
+once it has opened one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def parse_memory_limit(
     Parameters
     ----------
     limit : int, float, str or None
-        An int: bytes. A float: a fraction in (0, 1] of `free_bytes`. A size such as ``"40GiB"`` or ``"500 MB"``. None:
-        `default_fraction` of `free_bytes`.
+        An int is bytes, a float a fraction in (0, 1] of `free_bytes`, a string a size such as ``"40GiB"`` or
+        ``"500 MB"``. None means `default_fraction` of `free_bytes`.
     free_bytes : int
         Physical memory free on the device now.
     default_fraction : float
     name : str
-        Of the argument, for messages.
+        The argument's name, for messages.
 
     Raises
     ------
@@ -84,50 +84,52 @@ class CacheConfig:
     dtype : torch.dtype or str
         float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
     max_batch_size, max_seq_len : int
-        B slots of L tokens; costs addresses, not memory.
+        B slots of L tokens. They cost addresses, not memory.
     device : torch.device or str, optional
-        "cuda", "cuda:<index>" or "cpu" (memfd and mmap); by default CUDA where there is a GPU.
+        "cuda", "cuda:<index>" or "cpu" (memfd and mmap). Default: CUDA where there is a GPU.
     memory_limit : int, float or str, optional
-        Bytes (an int), "40GiB", or a fraction (a float in (0, 1]) of what is free on the device when the cache opens,
-        host memory that a cgroup denies left out; by default 0.9 of it on a GPU, half of it on the host.
+        Bytes (an int), "40GiB", or a fraction (a float in (0, 1]) of the memory that is free on the device when the
+        cache opens. Host memory that a cgroup denies is not free. Default: 0.9 on a GPU, 0.5 on the host.
     page_bytes : int, optional
-        Bytes of a page, a multiple of the driver's granularity; by default the granularity on CUDA (2 MiB), 2 MiB on
-        the host.
+        Bytes of a page, a multiple of the driver's granularity. Default: the granularity on CUDA (2 MiB), 2 MiB on the
+        host.
     extent_pages : int, optional
-        Pages mapped with one handle where a request grows by that many at once, by default 16; 1 turns it off.
+        A request that grows by this many pages at once gets them as one extent, behind one handle. Default: 16. With 1
+        there are no extents.
     layout : {"sliced", "interleaved", "per_layer"}
         See `slicedkv.layout`.
     mapper : {"background", "sync"}
-        Map ahead on a thread, or on the calling thread.
+        A thread maps ahead, or the calling thread does.
     lookahead_tokens : int, optional
-        Map a request's next page when it comes within that many tokens of the end of what is mapped; 0 never. By
-        default it follows measured map time, demand and step interval (0 with `mapper="sync"`).
+        The mapper maps a request's next page when the request comes within this many tokens of the end of what is
+        mapped. 0 means never. Default: it follows measured map time, demand and step interval; with `mapper="sync"`
+        it is 0.
     eager_tokens : int or "auto"
-        Keep this many tokens mapped in the slot that the next request gets; "auto" follows recent prompts.
+        The mapper keeps this many tokens mapped in the slot that the next request gets. "auto" follows recent prompts.
     reclaim_watermark : float
-        Take pages from idle slots when less than this share of the limit is available.
+        The mapper takes pages from idle slots when less than this share of the memory limit is available.
     guard_tokens : int
-        Rows behind each request's length that are mapped too, for kernels that read past it.
+        Rows behind each request's length that stay mapped too, for kernels that read past it.
     zero_on_reuse : bool
-        Zero pages before a request may see them, ordered on the stream current in its `step`.
+        Zero pages before a request may see them. The stream that is current in its `step` does this, in order.
     swap_limit : int, float or str, optional
-        Host memory for swapped-out requests: bytes, "40GiB", or a fraction of what is available on the host; by
-        default a quarter of it. Taken only when used.
+        Host memory for swapped-out requests: bytes, "40GiB", or a fraction of what is available on the host. Default:
+        a quarter of it. The cache takes it only when it is used.
     min_share : int, float or str, optional
-        Memory of the pool that other caches on it never take from this one: bytes, "4GiB", or a fraction of the pool's
-        limit, in whole pages; by default none.
+        Memory that the pool keeps for this cache, and that other caches of the pool never take: bytes, "4GiB", or a
+        fraction of the pool's limit, rounded up to whole pages. Default: none.
     debug : bool
-        Find writes that would damage what other requests read. Pages that requests share are mapped read-only where the
-        device can do that, so that whatever writes there faults at once: on the host with SIGSEGV, on a GPU with an
-        error that ends the context. A GPU driver may refuse; `SlicedKVCache.protects_shared_pages` tells. Everywhere
-        `append` of an attention backend refuses rows that no step has backed, or that lie in shared pages; so does
-        `plan(graph=True)`, as a replayed graph does not call `append`. Sharing whole pages then waits for the current
-        stream's work, and costs driver calls.
+        Find writes that would damage what other requests read. The cache maps shared pages read-only where the device
+        can do that. A write there faults at once: with SIGSEGV on the host, with an error that ends the context on a
+        GPU. A GPU driver may refuse; `SlicedKVCache.protects_shared_pages` tells. On every device, `append` of an
+        attention backend refuses rows that no step has backed and rows in shared pages. `plan(graph=True)` refuses
+        them too, as a replayed graph does not call `append`. The price: sharing whole pages costs driver calls and
+        waits for the current stream's work.
 
     Raises
     ------
     ConfigError
-        An argument has a wrong type or value; the message names it.
+        An argument has a wrong type or value. The message names it.
     """
 
     num_layers: int

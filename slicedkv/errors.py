@@ -24,11 +24,16 @@ class ConfigError(SlicedKVError, ValueError):
 
 
 class StateError(SlicedKVError, RuntimeError):
-    """The call is legal, but not now: closed cache, unknown or idle reqid, forked child, a wait ran out."""
+    """The call is legal, but not now.
+
+    The cache is closed, the reqid is unknown or idle, the process is a forked child, or a wait ran out of time.
+    """
 
 
 class LostSlotsError(StateError):
-    """The driver failed twice, in changing what slots have mapped and in undoing it: they are out of use.
+    """Slots are out of use: the driver failed to change what they have mapped, and then failed to undo it.
+
+    They stay so until the cache is closed.
 
     Attributes
     ----------
@@ -49,7 +54,7 @@ class CapacityError(SlicedKVError, MemoryError):
     Attributes
     ----------
     requested, available : int
-        How much was asked for and how much there was, in the unit the message names.
+        How much the call asked for and how much there was, in the unit that the message names.
     """
 
     def __init__(self, message: str, *, requested: int, available: int) -> None:
@@ -62,7 +67,7 @@ class CapacityError(SlicedKVError, MemoryError):
 
 
 class OutOfPagesError(CapacityError):
-    """Physical memory is short: fewer pages can be had than the call needs."""
+    """Physical memory is short: the call needs more pages than it can get."""
 
 
 class OutOfSlotsError(CapacityError):
@@ -85,9 +90,9 @@ class DriverError(SlicedKVError, RuntimeError):
     name : str
         The code's symbolic name, such as "CUDA_ERROR_OUT_OF_MEMORY" or "ENOMEM".
     completed : int
-        For a batch that cannot be undone (unmap): how many of its items were done before the failure.
+        How many ranges a batch had unmapped before the failure; unmapping is the one batch that is not undone.
     left_behind : bool
-        Undoing a batch (map) failed as well: some of it is still there, and nobody knows which.
+        A batch of maps failed, and undoing it failed too: some of it is still mapped, and nobody knows which part.
     """
 
     def __init__(self, op: str, code: int, name: str, hint: str = "") -> None:

@@ -12,7 +12,15 @@ interleaved ``[B, L, N, 2, H, D]`` 1       all layers of K and V
 per_layer  ``[B, L, H, D]``        2 N     one layer of K (or of V)
 ========== ======================= ======= =====================================
 
-A slot is a whole number of pages, so no two slots share one; inside a slot rows may straddle pages.
+A slot is a whole number of pages, so no two slots share one. Inside a slot, rows may straddle pages. One slot of a
+plane with ``max_seq_len`` 6 and ``guard_tokens`` 1, where a row is 6 bytes and a page 16::
+
+    pages  |       0       |       1       |       2       |
+    rows   |t0   |t1   |t2   |t3   |t4   |t5   |guard|     |
+
+t2 and t5 straddle pages. A full request has its guard row behind t5; the last 6 bytes hold nothing. A shorter
+request has its guard row in the place of its next token. So pages 0 and 1 back a request of four tokens, whose guard
+row lies in the place of t4, and a fifth token needs page 2.
 """
 
 from __future__ import annotations
@@ -68,7 +76,7 @@ class KVLayout:
     page_bytes : int
         Bytes of one page.
     guard_tokens : int
-        Rows behind a request's length that are kept mapped too (some kernels read past it).
+        Rows behind a request's length that stay mapped too, for kernels that read past it.
     """
 
     kind: LayoutKind
@@ -156,13 +164,13 @@ class KVLayout:
         return max(0, rows - self.guard_tokens)
 
     def page_span(self, first_token: int, end_token: int) -> tuple[int, int]:
-        """Pages per plane, first and end, that hold a part of rows ``[first_token, end_token)``."""
+        """First and end of the pages per plane that hold some part of rows ``[first_token, end_token)``."""
         if first_token >= end_token:
             return 0, 0
         return first_token * self.row_bytes // self.page_bytes, ceil_div(end_token * self.row_bytes, self.page_bytes)
 
     def whole_pages(self, seq_len: int) -> int:
-        """Pages per plane that are filled by tokens ``[0, seq_len)``."""
+        """Pages per plane that tokens ``[0, seq_len)`` fill."""
         return seq_len * self.row_bytes // self.page_bytes
 
     def rows_within(self, pages: int) -> int:
@@ -174,11 +182,11 @@ class KVLayout:
         return self.pages_for(seq_len) * self.num_planes * self.page_bytes
 
     def waste_bytes(self, seq_len: int) -> int:
-        """Bytes mapped for a request of `seq_len` tokens that hold none of them."""
+        """Bytes behind a request of `seq_len` tokens that hold no token."""
         return self.bytes_for(seq_len) - seq_len * self.token_bytes
 
     def capacity(self, memory_bytes: int, seq_len: int) -> int:
-        """How many requests of `seq_len` tokens fit in `memory_bytes` of physical memory, slots aside."""
+        """How many requests of `seq_len` tokens fit in `memory_bytes` of physical memory, if slots do not run out."""
         pages = self.pages_for(seq_len) * self.num_planes
         return memory_bytes // self.page_bytes // pages if pages else self.max_batch_size
 

@@ -1,6 +1,6 @@
 """What a cache counts about itself: `Counters` while it runs, `CacheStats` as the frozen snapshot it shows.
 
-Knows no other module. Counters are plain attributes, changed with the gate's lock held.
+Knows no other module. Counters are plain attributes. Whoever changes one holds the gate's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StepRecord:
     ok : bool
         What it returned.
     pages : int
-        Pages it had to map itself.
+        Pages it had to map itself, over all planes.
     stall_us : float
         Microseconds it waited for the driver or for the mapper; 0 when nothing had to be mapped.
     """
@@ -80,11 +80,11 @@ class CacheStats:
     ----------
     page_bytes, memory_limit_bytes : int
     created_bytes : int
-        Behind all handles of the pool, free or mapped (of all caches that share it).
+        Behind all handles of the pool, free or mapped, by whichever of its caches.
     free_bytes : int
         Behind handles that are free in the pool.
     promised_bytes : int
-        Kept for other caches of the pool, up to their `min_share`.
+        What the pool keeps for its other caches, up to their `min_share`.
     mapped_bytes : int
         Mapped by this cache: active + idle.
     active_bytes, idle_bytes : int
@@ -92,20 +92,20 @@ class CacheStats:
     used_bytes : int
         Rows that hold tokens of active requests.
     waste_bytes : int
-        Behind active slots without holding a token: active_bytes - used_bytes.
+        Behind active slots, but holding no token: active_bytes - used_bytes.
     lookahead_bytes : int
-        The part of the waste that is pages mapped ahead of need.
+        The part of waste_bytes in pages mapped ahead of need.
     eager_bytes : int
         The part of idle_bytes mapped for a request that is not here yet.
     shared_bytes : int
-        Behind pages that more than one slot has mapped (of all caches that share the pool).
+        Behind pages that more than one slot has mapped, in all caches of the pool.
     saved_bytes : int
-        What active requests would hold more if each had its own copy of what it shares.
+        What active requests would hold on top if each had its own copy of what it shares.
     active_slots, idle_slots : int
     lost_slots : int
-        Out of use until the cache is closed, see `LostSlotsError`.
+        Slots that are out of use until the cache is closed, see `LostSlotsError`.
     swapped_bytes, host_bytes : int
-        Host memory of swapped-out rows; host memory taken for them, used or not.
+        Host memory that swapped-out rows fill; host memory taken for such rows, filled or not.
     copy_bytes_per_s : float
         Measured speed of copies between device and host, 0 before the first is done.
     steps : int
@@ -119,11 +119,11 @@ class CacheStats:
     pages_reused : int
         Pages that new requests found mapped in their slot.
     pages_reclaimed : int
-        Pages unmapped to be used elsewhere.
+        Pages unmapped for use elsewhere.
     pages_shared : int
-        Mappings of another request's pages made by `share_prefix` and `fork`.
+        Mappings that `share_prefix` and `fork` made of another request's pages.
     pages_copied : int
-        Shared pages that a step gave a request its own copy of, because it may write them.
+        Shared pages that a step replaced by a request's own copy, because the request may write there.
     extents_mapped : int
         Mappings made with one handle of several pages.
     swaps_out, swaps_in : int

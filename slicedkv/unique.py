@@ -10,7 +10,7 @@ __all__ = ["Unique"]
 
 
 class Unique:
-    """An object that cannot be copied or pickled: both copies would map, free and close the same memory.
+    """An object that cannot be copied or pickled: the copy would map, free and close the same memory.
 
     `copy.copy`, `copy.deepcopy` and `pickle` raise `StateError`.
     """

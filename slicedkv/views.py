@@ -1,7 +1,7 @@
 """Tensors over addresses, mapped or not, and the views a cache shows: its raw planes and its layer slices.
 
-torch copies, pickles and shares memory by the storage: all of it, for a view of one row. Most of this memory has
-nothing behind it, so the storage itself refuses, and with it every view, however that was made.
+Most of this memory has nothing behind it. torch copies, pickles and shares a tensor by its storage, which is the whole
+plane even for a view of one row. So the storage itself refuses, whichever view asks it to.
 
 The only module above the drivers that cares which kind of memory an address is.
 """
@@ -24,9 +24,9 @@ __all__ = ["KVViews", "LayerView", "layer_view", "tensor_at"]
 
 
 def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) -> torch.Tensor:
-    """Return a tensor of uint8 over ``[address, address + num_bytes)``, of which nothing need be mapped.
+    """Return a tensor of uint8 over ``[address, address + num_bytes)``, mapped or not.
 
-    No byte is read or written and nothing synchronises. Thread-safe.
+    Touches no byte and does not synchronise. Thread-safe.
 
     Parameters
     ----------
@@ -34,16 +34,16 @@ def tensor_at(address: int, num_bytes: int, torch_device: str, owner: object) ->
     torch_device : str
         The driver's `torch_device`: "cpu", "cuda:<index>" or "meta".
     owner : object
-        Kept alive until the last view of the tensor is gone.
+        The tensor and its views keep it alive.
 
     Raises
     ------
     ConfigError
-        No tensors can be made for that device.
+        A tensor cannot lie over addresses of that device.
     """
-    with torch.inference_mode(False):  # or whatever is written to it later could only be written in that mode
+    with torch.inference_mode(False):  # made in that mode, it could later be written in it only
         tensor = _over(address, num_bytes, torch.device(torch_device), owner)
-    # torch gives this very object to whoever asks a view for its storage, for as long as there is one.
+    # While any view lives, whoever asks it for its storage gets this very object from torch.
     tensor.untyped_storage().__class__ = _Storage
     return tensor
 
@@ -61,7 +61,7 @@ def _over(address: int, num_bytes: int, device: torch.device, owner: object) -> 
 
 
 class _Storage(torch.UntypedStorage):
-    """A storage of which most may have nothing behind it: it is read by its views' rows, never as a whole."""
+    """A storage that may have memory behind few of its bytes. Views read rows of it; nobody reads it as a whole."""
 
     def __repr__(self) -> str:
         return f"<{self.nbytes()} bytes of a cache on {self.device}, not shown: most have no memory behind them>"
@@ -79,7 +79,7 @@ class _Storage(torch.UntypedStorage):
 
 
 def _refuse_to_save(storage: object) -> None:
-    """Stand in `torch.save` before torch's own choice of how a storage is written, which asks none of its methods."""
+    """Refuse in `torch.save`, which calls no method of a storage: it asks this function where the storage lies."""
     if isinstance(storage, _Storage):
         storage._refuse()
 
@@ -113,7 +113,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _lent: dict[int, tuple[_DLManagedTensor, object]] = {}
-"""Structs that torch holds by address, with the owners of their memory; the deleter takes them out."""
+"""Structs whose addresses torch has, with the owners of the memory lent. The deleter takes them out."""
 
 _drop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda address, _pop=_lent.pop: _pop(address, None) and None)
 # A tensor may die after this module did: the deleter uses no globals and is never freed.
@@ -135,7 +135,7 @@ def _from_dlpack(address: int, num_bytes: int, device: tuple[int, int], owner: o
     try:
         return torch.utils.dlpack.from_dlpack(_new_capsule(place, b"dltensor", None))
     except BaseException:
-        _lent.pop(place, None)  # not consumed: nobody else will
+        _lent.pop(place, None)  # torch did not take the capsule, so it never calls the deleter
         raise
 
 
@@ -145,9 +145,10 @@ def _from_dlpack(address: int, num_bytes: int, device: tuple[int, int], owner: o
 class LayerView(torch.Tensor):
     """A view of cache memory, most of which may have nothing behind it.
 
-    Behaves as any tensor, and operations on it give plain tensors. Whatever would read it as a whole without being
-    asked to (printing, copying, pickling) does not, since reading rows that are not backed ends the process. Each is
-    handed out once: what its holder does to its shape, or writes with a gradient, stays with this object.
+    It behaves as any tensor, and operations on it give plain tensors. The exceptions would read the view as a whole
+    without being asked to, and reading a row that is not backed ends the process: so printing shows no values, and
+    copying and pickling raise `StateError`. The cache gives each object away once, so no other view changes when its
+    holder changes its shape, or writes to it with a gradient.
     """
 
     # As torch.nn.Parameter does.
@@ -176,17 +177,21 @@ class LayerView(torch.Tensor):
 
 
 def layer_view(rows: torch.Tensor) -> torch.Tensor:
-    """Return a new `LayerView` of the same memory, part of no graph. As torch.nn.Parameter is made, the fastest way."""
+    """Return a new `LayerView` of the same memory, part of no graph. The fastest way; torch makes Parameters so."""
     return torch.Tensor._make_subclass(LayerView, rows)
 
 
 class KVViews:
-    """Views over the planes of one cache.
+    """Raw planes and layer slices of one cache, as strided views over its reservations.
+
+    They are made once, when the cache opens, and cost addresses only. Every call returns a new view, so that nobody can
+    change another's. Each view holds its reservation: one that outlives the cache keeps its addresses, and reading them
+    faults, as nothing is mapped there.
 
     Attributes
     ----------
     raw_bytes : tuple of torch.Tensor
-        ``[plane_bytes]`` uint8 each, for whole pages.
+        ``[plane_bytes]`` uint8 each, over all pages of a plane.
     """
 
     def __init__(self, backing: Backing, dtype: torch.dtype) -> None:
@@ -213,11 +218,11 @@ class KVViews:
         return layer_view(self._values[layer])
 
     def clear(self) -> None:
-        """Let go of all views, so that their addresses are freed when the last one elsewhere is gone."""
+        """Let go of all views. Addresses are freed when the last view that somebody else holds is gone."""
         self.raw_bytes = self._planes = self._keys = self._values = ()
 
     def bytes_of(self, layout: KVLayout, slot: int, first_byte: int, end_byte: int) -> list[torch.Tensor]:
-        """Bytes ``[first_byte, end_byte)`` of a slot, one tensor a plane."""
+        """Bytes ``[first_byte, end_byte)`` of a slot: one tensor for each plane."""
         start = slot * layout.slot_stride_bytes
         return [raw[start + first_byte : start + end_byte] for raw in self.raw_bytes]
 

@@ -1,7 +1,8 @@
-"""What becomes of gradients at a cache: rows are written without them, and `backward` through a cache is refused.
+"""Gradients end at a cache: it keeps rows without them, and `backward` through it raises.
 
-A cache holds rows in place, outlives every graph, and other requests' rows lie beside. So no row joins a graph; and
-since a result without one would leave gradients out in silence, it has one that raises. Knows torch only.
+A cache outlives every graph and keeps rows in place, beside those of other requests. So no row joins a graph. A result
+outside every graph would lose gradients in silence; results that should have one get a graph that raises. Knows torch
+only.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ __all__ = ["refuse_backward", "wants_gradient"]
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Return whether torch would record what is computed from one of the tensors."""
+    """Return whether torch would record what is computed from these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def refuse_backward(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """Return `result` itself, now computed from `sources` as far as torch knows; `backward` through it raises.
+    """Return `result` itself, recorded as computed from `sources`; `backward` through it raises `StateError`.
 
     Parameters
     ----------
     result : Tensor
-        Part of no graph, and nobody else's.
+        It belongs to no graph, and the caller alone has it.
     *sources : Tensor
         At least one requires a gradient.
     """
@@ -37,7 +38,7 @@ def refuse_backward(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tenso
 class _Refusal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(result)  # so this very tensor is returned, no view of it that could not be changed in place
+        ctx.mark_dirty(result)  # returns this very tensor: a view could not be changed in place
         return result
 
     @staticmethod

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slicedkv.errors import ConfigError
 from slicedkv.layout import K, KVLayout, V, align_up, ceil_div, paged_kv_bytes
+from slicedkv.layout import __doc__ as layout_docstring
 
 MIB2 = 2 << 20
 LLAMA3_8B = KVLayout("sliced", 32, 8, 128, 2, 4, 131072, MIB2)
@@ -33,6 +34,21 @@ def test_rounding_up_is_exact(value: int, divisor: int) -> None:
     quotient, multiple = ceil_div(value, divisor), align_up(value, divisor)
     assert multiple == quotient * divisor
     assert value <= multiple < value + divisor
+
+
+def test_the_slot_drawn_in_the_docstring() -> None:
+    layout = KVLayout("per_layer", 1, 1, 3, 2, 1, 6, 16, guard_tokens=1)
+    assert (layout.row_bytes, layout.rows_per_slot, layout.slot_stride_bytes) == (6, 7, 48)
+    spans = [layout.page_span(row, row + 1) for row in range(7)]
+    assert spans == [(0, 1), (0, 1), (0, 2), (1, 2), (1, 2), (1, 3), (2, 3)]
+    assert (layout.pages_for(4), layout.pages_for(5), layout.tokens_backed(2)) == (2, 3, 4)
+    pages, rows = (
+        line.split(maxsplit=1)[1]
+        for line in (layout_docstring or "").splitlines()
+        if line.strip().startswith(("pages  |", "rows   |"))
+    )
+    assert [at for at, mark in enumerate(pages) if mark == "|"] == [0, 16, 32, 48]
+    assert [at for at, mark in enumerate(rows) if mark == "|"] == [0, 6, 12, 18, 24, 30, 36, 42, 48]
 
 
 @given(layouts)
