@@ -124,6 +124,22 @@ def test_what_cannot_be_found_out_is_an_error_and_asked_again(open_fake_cuda: Op
     assert driver.can_protect
 
 
+def test_an_interrupt_while_finding_out_leaves_nothing_behind(
+    open_fake_cuda: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, api = open_fake_cuda()
+
+    def interrupted(*range_: int, writable: bool) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "_protect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = driver.can_protect
+    assert (api.handles, api.mappings, api.reservations) == ({}, {}, {})
+    assert driver.can_protect
+
+
 def test_a_driver_that_cannot_says_so(open_fake_cuda: Open) -> None:
     driver, api = open_fake_cuda()
     api.takes_read_only = False

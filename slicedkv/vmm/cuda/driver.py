@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -136,15 +136,14 @@ class CudaDriver(StrictDriver):
         """Whether the driver takes read-only access to device memory: tried out on one page, the first time."""
         if self._can_protect is None:
             size = self._granularity
-            address, handles = self.reserve(size), []
-            try:
-                handles = self.create_batch(size, 1)
-                self.map_run(address, handles, size)
+            with ExitStack() as undo:
+                address = self.reserve(size)
+                undo.callback(self.free_reservation, address, size)
+                handle = self.create(size)
+                undo.callback(self.release, handle)
+                self.map_run(address, (handle,), size)
+                undo.callback(self.unmap_run, address, size)
                 codes = [self._protect(address, size, writable=writable) for writable in (False, True)]
-                self.unmap_run(address, size)
-            finally:
-                self.release_batch(handles)
-                self.free_reservation(address, size)
             self._can_protect = not any(codes)
         return self._can_protect
 
