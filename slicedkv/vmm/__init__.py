@@ -22,7 +22,7 @@ def open_driver(device: object) -> Driver:
     Raises
     ------
     ConfigError
-        The name means no device.
+        `device` is none of these.
     BackendUnavailableError
         The device, its driver or a package for it is missing.
     """

@@ -14,11 +14,11 @@ AREA_HINT = "the process has too many mapped areas: use larger page_bytes, or ra
 
 
 class AreaBudget:
-    """Keeps the process below `vm.max_map_count`, where not even unmapping would work any more.
+    """Keeps the process below `vm.max_map_count`: at that limit not even unmapping works.
 
-    Areas merge in ways that are costly to predict, so every call is charged for the most it could add, and the areas
-    are counted anew only when that budget is used up. Unmapping is never refused: the headroom is for it, and for
-    everybody else in the process.
+    It is costly to predict how areas merge. So each call is charged for the most areas it could add, and the areas are
+    counted anew only when the budget is used up. Unmapping is never refused: the headroom is for it, and for everybody
+    else in the process.
     """
 
     HEADROOM_SHARE = 16  # one area in 16 stays unused, 4,095 at the kernel's default
@@ -32,7 +32,7 @@ class AreaBudget:
             raise DriverError("map", errno.ENOMEM, "ENOMEM", AREA_HINT)
 
     def has(self, areas: int) -> bool:
-        """Charge for some areas if there is room for them; False when there is none."""
+        """Charge for some areas and return True where there is room for them; return False where there is none."""
         if areas > self._left:
             limit = procfs.area_limit()
             self._left = limit - limit // self.HEADROOM_SHARE - procfs.count_areas()
@@ -47,7 +47,11 @@ class AreaBudget:
 
 
 def new_areas(mappings: Mappings) -> int:
-    """The most areas that mapping these adds: none for a neighbour of the last one in address and file, else 1 or 2."""
+    """The most areas that mapping these can add.
+
+    A mapping that continues the one before in address and file adds none, one that continues it in address alone adds
+    1, any other 2.
+    """
     areas, next_address, next_offset = 0, -1, -1
     for address, offset, size in zip(*mappings, strict=True):
         if address != next_address:

@@ -11,12 +11,13 @@ The contract, for every driver:
 - A range is mapped once: mapping over a mapping is an error, and so is unmapping what is not mapped, or part of a
   handle. One `unmap_run` may span several whole neighbouring mappings.
 - Mapped memory is readable and writable at once. Memory of a new handle holds zeros on the host and anything on a GPU.
-- Where a driver `can_protect`, mappings can be made read-only and writable again, each on its own: a write to one that
-  is read-only faults. What is mapped anew is writable.
-- Every verb that takes several things either does all of them or undoes what it did and raises.
+- A driver that `can_protect` can make each mapping read-only, and writable again. A write to a read-only mapping
+  faults. A new mapping is writable.
+- A verb that takes several things does all of them, or undoes what it did and raises. There are two exceptions:
+  `release_batch` goes on to the end, and `unmap_batch` stops and says how far it came.
 - Every verb may be called from any thread. No verb except `wait_fence` and `synchronize` waits for the GPU.
-- Bytes are moved between mapped addresses and host memory by `copy_batch` alone, beside the caller's stream; a fence
-  says when that is done. Host memory that is pinned moves faster and leaves the calling thread free.
+- `copy_batch` alone moves bytes between mapped addresses and host memory. It works beside the caller's stream, and its
+  fence says when it is done. Pinned host memory moves faster and leaves the calling thread free.
 - Failures raise `DriverError`; the driver stays usable.
 """
 
@@ -33,7 +34,7 @@ from ..unique import Unique
 __all__ = ["Copy", "Driver", "Fence", "MappedRange", "MemoryInfo", "Run"]
 
 Fence = object
-"""A point in the work submitted to the device; opaque to callers, meaningful only to the driver that recorded it."""
+"""A point in the work submitted to the device. Only the driver that recorded it knows what is inside."""
 
 
 class MemoryInfo(NamedTuple):
@@ -44,7 +45,7 @@ class MemoryInfo(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Handles to be mapped side by side: the i-th at `address + i * handle_bytes`."""
+    """Handles to map side by side: the i-th at `address + i * handle_bytes`."""
 
     address: int
     handles: Sequence[int]
@@ -59,7 +60,7 @@ class MappedRange(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes to be copied from `source` to `target`: one is mapped for all of them, the other is host memory."""
+    """Bytes to copy from `source` to `target`. One of the two is mapped for all of them, the other is host memory."""
 
     target: int
     source: int
@@ -69,8 +70,8 @@ class Copy(NamedTuple):
 class Driver(Unique, ABC):
     """Virtual memory of one device.
 
-    The single verbs are abstract; the `*_batch` verbs have a default that loops over them and undoes itself on
-    failure, which a driver overrides where it can do a whole batch in one native call.
+    The single verbs are abstract. The `*_batch` verbs by default loop over them, and undo on failure what they did. A
+    driver overrides a batch verb where it can do the whole batch in one native call.
 
     Attributes
     ----------
@@ -86,7 +87,7 @@ class Driver(Unique, ABC):
     @property
     @abstractmethod
     def granularity(self) -> int:
-        """Smallest size a handle, an address and a mapping must be a multiple of, in bytes."""
+        """Bytes that every address and every size, of a handle or a mapping, must be a multiple of."""
 
     @abstractmethod
     def reserve(self, num_bytes: int) -> int:
@@ -114,20 +115,20 @@ class Driver(Unique, ABC):
 
     @property
     def can_protect(self) -> bool:
-        """Whether `protect` works. Finding out may make driver calls, the first time.
+        """Whether `protect` works. The driver may make calls to find out, the first time.
 
         Raises
         ------
         DriverError
-            It could not be found out now.
+            One of these calls failed, so the answer is not known now.
         """
         return False
 
     def protect(self, address: int, num_bytes: int, *, writable: bool) -> None:
-        """Make whole neighbouring mappings read-only, or writable again; what they are already they may stay.
+        """Make whole neighbouring mappings read-only, or writable again. Those that are so already stay so.
 
-        After a failure each of them is as it was or as it was asked to be. Waits for no work: nothing that is under way
-        on the device may write what becomes read-only.
+        After a failure, each of them is as it was or as the caller wanted it. The call waits for no work: the caller
+        sees to it that no work under way on the device writes what becomes read-only.
         """
         raise DriverError("protect", errno.ENOTSUP, "ENOTSUP", f"the {self.name} driver cannot make mappings read-only")
 
@@ -143,7 +144,7 @@ class Driver(Unique, ABC):
         return handles
 
     def release_batch(self, handles: Sequence[int]) -> None:
-        """Release every handle; an error is raised only after all were tried."""
+        """Release every handle. Tries all of them, then raises the first error, if any."""
         failure: DriverError | None = None
         for handle in handles:
             try:
@@ -154,7 +155,7 @@ class Driver(Unique, ABC):
             raise failure
 
     def map_batch(self, runs: Sequence[Run]) -> None:
-        """Map several runs. All or nothing, but where an error says `left_behind`."""
+        """Map several runs. All or nothing; if undoing fails too, the error says `left_behind`."""
         done: list[Run] = []
         try:
             for run in runs:
@@ -170,7 +171,7 @@ class Driver(Unique, ABC):
             raise
 
     def unmap_batch(self, ranges: Sequence[MappedRange]) -> None:
-        """Unmap several ranges in order; the first failure stops and raises, with `error.completed` ranges unmapped."""
+        """Unmap several ranges in order. Stops and raises at the first failure, after `error.completed` ranges."""
         for completed, mapped in enumerate(ranges):
             try:
                 self.unmap_run(mapped.address, mapped.num_bytes)
@@ -196,9 +197,9 @@ class Driver(Unique, ABC):
 
     @abstractmethod
     def copy_batch(self, copies: Sequence[Copy]) -> Fence:
-        """Copy ranges after all work submitted so far on the caller's stream, beside what is submitted there later.
+        """Copy after all work submitted so far on the caller's stream, and beside what is submitted there later.
 
-        Batches are copied in the order of the calls. On failure nothing is being copied any more.
+        The device copies batches in the order of the calls. After a failure, no copy of this batch is under way.
 
         Returns
         -------
@@ -208,13 +209,13 @@ class Driver(Unique, ABC):
 
     @abstractmethod
     def copy_seconds(self, fence: Fence) -> float | None:
-        """Seconds that the copies behind a fence of `copy_batch` took, once it is done; None before. Never waits."""
+        """Seconds that a `copy_batch` took, by its fence; None until the fence is done. Never waits."""
 
     def pin(self, address: int, num_bytes: int) -> None:  # host memory is as good as pinned for a host
-        """Pin host memory, so that it can be copied from and to without the calling thread. May be slow."""
+        """Pin host memory, so that copies from and to it need no thread of the host. May be slow."""
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo `pin` of the same range; nothing may be copied there any more."""
+        """Undo `pin` of the same range. No copy from or to it may be under way."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -1,7 +1,7 @@
 """`FakeDriver`: books of any size without any memory, for tests and for planning.
 
 No memory lies behind its addresses, so its tensors are on torch's "meta" device: shapes, strides and offsets are
-right, values are not there. `FaultyDriver`, which makes any driver fail, can be had from here too.
+right, values are not there. Passes on `FaultyDriver`, which makes any driver fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeFence:
     device, stream : object
         What was current then.
     num_bytes : int
-        Copied before it by its `copy_batch`.
+        What its `copy_batch` copied, 0 for other fences.
     """
 
     def __init__(self, done: bool, device: object, stream: object, num_bytes: int = 0) -> None:
@@ -62,15 +62,15 @@ class FakeDriver(StrictDriver):
     hold_fences : bool
         While True, new fences stay undone until `finish_fences`.
     current_device, current_stream : object
-        Noted in each fence; set them as a test needs.
+        Each new fence notes them. A test sets them as it needs.
     fences : list of FakeFence
         All fences recorded.
     ordered : list of (object, FakeFence)
         The stream of each `order_after`, and its fence.
     copies : list of Copy
-        All copies asked for; none is made.
+        All copies asked for. The driver makes none.
     copy_bytes_per_s : float
-        How fast they are said to be.
+        The speed that `copy_seconds` tells.
     pinned : dict of int to int
         Bytes of host memory pinned, by address.
     bound_threads : set of int

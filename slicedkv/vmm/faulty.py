@@ -34,7 +34,7 @@ class _Fault(NamedTuple):
 class FaultyDriver(Driver):
     """Any driver, with failures, delays and hooks before chosen calls.
 
-    Batches are taken apart into single calls, so that any handle in the middle can fail. Operations are "reserve",
+    It takes batches apart into single calls, so that any handle in the middle can fail. Operations are "reserve",
     "create", "map", "set_access", "unmap", "protect", "release", "copy", "pin" and "unpin"; a run of several handles
     counts as that many maps, each followed by a set_access.
 
@@ -52,7 +52,7 @@ class FaultyDriver(Driver):
     counts : Counter
         Calls of each operation so far.
     on_call : callable, optional
-        Run in the calling thread before each operation with its name and arguments; what it raises, the call raises.
+        The calling thread runs it before each operation, with the name and arguments. What it raises, the call raises.
     """
 
     def __init__(self, inner: Driver, record: bool = True) -> None:
@@ -74,7 +74,7 @@ class FaultyDriver(Driver):
             self._faults.setdefault(op, []).append(_Fault(first, first + times, name))
 
     def delay(self, op: str, seconds: float) -> None:
-        """Sleep before every call of `op`; 0 for no longer."""
+        """Sleep before every call of `op`; 0 ends that."""
         self._delays[op] = seconds
 
     def heal(self) -> None:
@@ -84,7 +84,7 @@ class FaultyDriver(Driver):
             self._delays.clear()
 
     def _before(self, op: str, *args: Any) -> None:
-        """Count the call, then do what was asked for before it."""
+        """Count and record the call, then sleep, run the hook and fail, as far as a test asked for it."""
         with self._lock:
             self.counts[op] += 1
             count = self.counts[op]

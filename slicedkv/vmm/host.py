@@ -1,7 +1,7 @@
 """`HostDriver`: virtual memory of this machine's CPU, so that everything above runs for real without a GPU.
 
-A page or extent is a part of one memory file: created by allocating it there, mapped by mapping that part at a fixed
-address, unmapped by laying inaccessible addresses over it, released by punching a hole. This is the only module that
+A page or extent is a part of one memory file. Creating allocates that part, mapping maps it at a fixed address,
+unmapping lays inaccessible addresses over it, and releasing punches a hole into the file. This is the only module that
 touches libc. It must not know who maps what, or why.
 """
 
@@ -51,7 +51,7 @@ class HostDriver(StrictDriver):
     Parameters
     ----------
     page_granularity : int, optional
-        Smallest page in bytes, a multiple of the OS page; default one OS page. Addresses are aligned to it too.
+        Smallest page in bytes, a multiple of the OS page. Default: one OS page. Reservations are aligned to it too.
 
     Raises
     ------
@@ -83,7 +83,7 @@ class HostDriver(StrictDriver):
         return os.fstat(self._file).st_blocks * 512  # st_blocks counts in 512 bytes, see stat(2)
 
     def memory_info(self) -> MemoryInfo:
-        """Memory that can be had without swapping, and all memory; the tighter of machine and cgroup."""
+        """Memory to be had without swapping, and all memory: the machine's or the cgroup's, whichever is less."""
         return procfs.memory_info()
 
     # --- primitives ------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class HostDriver(StrictDriver):
         done, code, op = self._punch(handles, sizes)
         if not code:  # after a failure nobody knows which offsets still hold old bytes: leave them all out of use
             for offset, size in zip(handles, sizes, strict=True):
-                if not self._free_offsets.overlaps(offset, offset + size):  # the second time, after an interrupt
+                if not self._free_offsets.overlaps(offset, offset + size):  # free already, if this is a second try
                     self._free_offsets.add(offset, offset + size)
         return done, code, op
 
@@ -159,7 +159,7 @@ class HostDriver(StrictDriver):
 
     def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
         if writable:
-            self._areas.note(2)  # never refused, as unmapping
+            self._areas.note(2)  # like unmapping, never refused
         elif not self._areas.has(2):
             return errno.ENOMEM
         return _mprotect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ)
@@ -172,10 +172,10 @@ class HostDriver(StrictDriver):
         self._close_file()
 
     def _disown(self) -> None:
-        """In a forked child: lay inaccessible addresses over the parent's, so that nothing else comes to lie there."""
+        """In a forked child, cover the reservations with inaccessible addresses, so that nothing else comes there."""
         for reservation in self._ledger.reservations():
             if _cover(*reservation):
-                _libc().munmap(*reservation)  # not even that is left; what is not there faults, too
+                _libc().munmap(*reservation)  # no area is left for that; unmapped addresses fault, too
         self._close_file()
 
     def _check_memory(self, num_bytes: int) -> None:
@@ -226,11 +226,11 @@ def _disown_all() -> None:
         driver._disown()
 
 
-os.register_at_fork(after_in_child=_disown_all)  # advice to the kernel would be needed again for every page mapped
+os.register_at_fork(after_in_child=_disown_all)  # madvise would have to be called for every page mapped
 
 
 class _Done(NamedTuple):
-    """A fence; nothing is left to wait for."""
+    """A fence with nothing left to wait for."""
 
     seconds: float = 0.0
 
@@ -259,12 +259,12 @@ def _mmap(at: int | None, size: int, protection: int, flags: int, file: int, off
 
 
 def _cover(address: int, size: int) -> int:
-    """Lay inaccessible addresses over a range; never munmap, which would leave a hole for others. Return the errno."""
+    """Lay inaccessible addresses over a range and return the errno. munmap would leave a hole for others to map."""
     return ctypes.get_errno() if _mmap(address, size, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0) is None else 0
 
 
 def _mprotect(address: int, size: int, protection: int) -> int:
-    """Change what may be done with a mapped range and return the errno."""
+    """Change the access rights of a mapped range and return the errno."""
     return ctypes.get_errno() if _libc().mprotect(address, size, protection) else 0
 
 

@@ -29,7 +29,7 @@ class Mappings(NamedTuple):
 
 
 class Struck(NamedTuple):
-    """A range of whole mappings: its reservation and what is mapped there, by address."""
+    """A range of whole mappings: the ranges mapped in its reservation, and its own handles by address."""
 
     mapped: Intervals
     address: int
@@ -50,8 +50,8 @@ class _Reserved:
 class Ledger:
     """The books of one driver.
 
-    Hold `lock` around a change and the driver call it stands for. Only `drop_reservation` needs no lock and must not
-    be given one: it runs in finalizers, at any moment of any thread, also of the one that holds the lock.
+    Hold `lock` around a change and the driver call it stands for. The exception is `drop_reservation`: call it without
+    the lock, since finalizers run it at any moment of any thread, also of the one that holds the lock.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Ledger:
         self._starts = sorted(self._reserved)
 
     def drop_reservation(self, address: int, num_bytes: int) -> None:
-        """Forget a whole, empty reservation. Built from atomic steps only, see the class."""
+        """Forget a whole, empty reservation. Every step is atomic, as no lock is held; see the class."""
         reserved = self._reserved.get(address)
         if reserved is None or reserved.num_bytes != num_bytes:
             raise self.breach("free_reservation", f"{address:#x} with {num_bytes} bytes is not a reservation")
@@ -131,7 +131,7 @@ class Ledger:
         self.created_bytes += len(added) * num_bytes
 
     def drop_handles(self, handles: Sequence[int]) -> tuple[array[int], array[int], DriverError | None]:
-        """Forget unmapped handles; return them with their sizes, and the first error about one that cannot go."""
+        """Forget unmapped handles. Return them, their sizes, and the first error about one that must stay."""
         dropped, sizes = array("Q"), array("Q")
         failure: DriverError | None = None
         for handle in handles:
@@ -148,7 +148,7 @@ class Ledger:
     # --- mappings --------------------------------------------------------------------------------------------------
 
     def claim(self, runs: Sequence[Run]) -> Mappings:
-        """Note the mappings of all runs, or of none and raise; return them as columns for the driver call."""
+        """Note the mappings of all runs and return them as columns for the driver. On a breach, note none and raise."""
         columns = Mappings(array("Q"), array("Q"), array("Q"))
         for count, run in enumerate(runs):
             try:
@@ -181,11 +181,11 @@ class Ledger:
             address += handle_bytes
 
     def unclaim(self, runs: Sequence[Run]) -> None:
-        """Take back what `claim` noted."""
+        """Forget what `claim` noted."""
         self.strike([MappedRange(run.address, len(run.handles) * run.handle_bytes) for run in runs if run.handles])
 
     def strike(self, ranges: Sequence[MappedRange]) -> list[Struck]:
-        """Forget the mappings in all ranges, or in none and raise."""
+        """Forget the mappings in all ranges. On a breach, forget none and raise."""
         struck: list[Struck] = []
         for mapped in ranges:
             try:
@@ -231,7 +231,7 @@ class Ledger:
         return Mappings(array("Q", [at for at, _ in pairs]), array("Q", [handle for _, handle in pairs]), sizes)
 
     def restore(self, struck: Iterable[Struck]) -> None:
-        """Take back what `strike` forgot."""
+        """Note again what `strike` forgot."""
         for mapped, address, end, handles in struck:
             mapped.add(address, end)
             for at, handle in handles:

@@ -1,7 +1,7 @@
 """Loads the optional C loops of `_native`, or says that there are none.
 
-Without them every driver call is made from Python one by one, which is right but slow beside a busy main thread: each
-call must win the GIL back. Knows nothing of what the loops do.
+Without them drivers make every call from Python, one by one. That is right, but slow beside a busy main thread, since
+each call must win the GIL back. Does not know what the loops do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _switched_off = 0
 
 
 def load() -> ModuleType | None:
-    """Return the extension module, or None when it was not built or is switched off. Asked once by each new driver."""
+    """Return the extension module, or None when it was not built or is switched off. Each new driver asks once."""
     if _switched_off:
         return None
     try:

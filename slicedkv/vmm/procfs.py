@@ -25,7 +25,7 @@ DEFAULT_MAX_MAP_COUNT = 65530
 
 
 class _Names(NamedTuple):
-    """What a version of cgroups calls its files, and the line of memory.stat with the file cache of all below."""
+    """How a version of cgroups names its files, and the line of memory.stat that counts the file cache of all below."""
 
     limit: str
     used: str
@@ -62,9 +62,9 @@ def memory_info() -> MemoryInfo:
 
 
 def _cgroups() -> Iterator[tuple[Path, _Names]]:
-    """This process's cgroups that may limit memory, and all above them: the tightest limit counts.
+    """The cgroups of this process that may limit memory, and all above them. The tightest limit counts.
 
-    The kernel's lists begin with version 1 where both are mounted; memory is limited by one of them.
+    Where both versions are mounted, the kernel lists version 1 first. One of the two limits memory.
     """
     try:
         lines = OWN_CGROUP.read_text().splitlines()
@@ -82,8 +82,8 @@ def _cgroups() -> Iterator[tuple[Path, _Names]]:
 def _levels(mount: Path, path: str) -> list[Path]:
     """The folder of a cgroup and all above it.
 
-    A container may see its own cgroup as the mount, and in `path` the names it has on the host: what is not there is
-    left out from the front.
+    In a container, the mount may be its own cgroup while `path` has the names of the host. So names are left out from
+    the front until the folder exists.
     """
     names = [name for name in path.split("/") if name not in {"", ".."}]
     tails = (mount.joinpath(*names[skip:]) for skip in range(len(names) + 1))
@@ -92,7 +92,7 @@ def _levels(mount: Path, path: str) -> list[Path]:
 
 
 def _cgroup_memory(directory: Path, names: _Names) -> tuple[int, int]:
-    """Limit and use of one cgroup in bytes; file cache that the kernel would drop first does not count as used."""
+    """Limit and use of one cgroup in bytes. File cache that the kernel would drop first does not count as used."""
     try:
         limit = int((directory / names.limit).read_text())
         if limit >= _NO_LIMIT:  # before the rest is read, which is slow near the root

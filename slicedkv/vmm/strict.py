@@ -1,6 +1,6 @@
 """`StrictDriver`: the contract of `base` enforced once, over a handful of unchecked primitives.
 
-A driver for real memory says how to reserve, create, release, map and unmap columns of numbers; this class checks
+A driver for real memory says how to reserve, create, release, map and unmap columns of numbers. This class checks
 every call against its ledger first, keeps the ledger true when a primitive fails, and turns codes into `DriverError`.
 Primitives run with the ledger's lock held: the OS and the GPU driver serialise such calls anyway. Knows neither torch
 nor CUDA nor the OS.
@@ -52,17 +52,17 @@ class StrictDriver(Driver):
 
     @abstractmethod
     def _create(self, num_bytes: int, handles: array[int]) -> Outcome:
-        """Fill `handles` from the front until done or failed; those filled are kept."""
+        """Fill `handles` from the front until done or failed. What is filled at a failure is kept."""
 
     @abstractmethod
     def _release(self, handles: array[int], sizes: array[int]) -> Outcome:
-        """Release every handle even when one fails; the code is that of the first failure."""
+        """Release every handle even when one fails. The code is that of the first failure."""
 
     @abstractmethod
     def _map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; an interrupt may leave a part, which `map_batch` undoes.
+        """Map everything, or nothing. Where undoing a failure fails too, the first `done` are still mapped.
 
-        On failure `done` are still mapped, the first ones, because undoing them failed too.
+        An interrupt may leave a part mapped; `map_batch` undoes that.
         """
 
     @abstractmethod
@@ -70,7 +70,7 @@ class StrictDriver(Driver):
         """Unmap range after range until done or failed."""
 
     def _protect(self, address: int, num_bytes: int, *, writable: bool) -> int:
-        """Make whole mappings read-only or writable and return the code; only where the driver `can_protect`."""
+        """Make whole mappings read-only or writable and return the code. Called only if the driver `can_protect`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -78,7 +78,7 @@ class StrictDriver(Driver):
         """The error for a code of this driver."""
 
     def _close(self) -> None:
-        """Drop the driver's own resources; not every driver has some."""
+        """Drop the driver's own resources, if it has some."""
 
     def _enter(self) -> None:
         """Make sure the calling thread may use the driver. Cheap: runs on every call."""
@@ -137,7 +137,7 @@ class StrictDriver(Driver):
         with self._ledger.lock:
             try:
                 done, code, op = self._create(num_bytes, handles)
-            except BaseException:  # perhaps on the way back from a batch that was done: what is there must go
+            except BaseException:  # an interrupt, perhaps after the batch was done: what is there must go
                 made = array("Q", filter(None, handles))
                 self._release(made, array("Q", [num_bytes]) * len(made))
                 raise
@@ -153,7 +153,7 @@ class StrictDriver(Driver):
             dropped, sizes, failure = self._ledger.drop_handles(handles)
             try:
                 _, code, op = self._release(dropped, sizes)
-            except BaseException:  # as above, and what is released already only says so
+            except BaseException:  # as above; a handle that is released already only fails again
                 self._release(dropped, sizes)
                 raise
         if failure is not None:
@@ -180,7 +180,7 @@ class StrictDriver(Driver):
                 raise error
 
     def _unmap_each(self, mappings: Mappings) -> None:
-        """Unmap whatever is mapped of these."""
+        """Unmap each of these that is mapped; the others only fail."""
         for nth in reversed(range(len(mappings.addresses))):
             self._unmap(mappings.addresses[nth : nth + 1], mappings.sizes[nth : nth + 1])
 
@@ -217,7 +217,7 @@ class StrictDriver(Driver):
             raise self._error("protect", code)
 
     def close(self) -> None:
-        """Close the driver; handles that were left without a mapping are released. Twice, or in a fork, is fine."""
+        """Close the driver and release the handles that no mapping uses. Calling it twice, or in a fork, is fine."""
         if self._closed or os.getpid() != self._pid:
             return
         with self._ledger.lock:

@@ -1,6 +1,6 @@
 """The memory calls of the CUDA driver over whole columns: once as Python loops, once as C loops. Same answers.
 
-Gets the bindings and their structs from `cuda`, imports neither CUDA nor torch, and checks nothing.
+Gets the bindings and their structs from `driver`. Imports neither CUDA nor torch, and checks nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENTRY_POINTS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cu
 """Driver calls whose addresses `NativeCalls` needs."""
 
 ACCESS_TRIES = 500
-RETRY_S = 200e-6  # between two tries; the C loop pauses as long, so access is given up after about 0.1 s
+RETRY_S = 200e-6  # between two tries, as in the C loop: the last try comes after about 0.1 s
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, see CUresult in the CUDA driver API
 
 
@@ -40,7 +40,7 @@ def allocation_properties(api: Any, device_index: int) -> Any:
 
 
 def access_descriptor(api: Any, device_index: int, *, writable: bool = True) -> Any:
-    """Reading, and writing where `writable`, from one device."""
+    """The right of one device to read, and where `writable` to write."""
     flags = api.CUmemAccess_flags
     access = api.CUmemAccessDesc()
     access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -50,7 +50,7 @@ def access_descriptor(api: Any, device_index: int, *, writable: bool = True) -> 
 
 
 def set_access(api: Any, address: int, size: int, access: Any) -> int:
-    """Set what may be done with mapped memory and return the code."""
+    """Set the access rights of mapped memory and return the code."""
     code = 0
     for left in reversed(range(ACCESS_TRIES)):
         code = int(api.cuMemSetAccess(address, size, [access], 1)[0])
@@ -83,7 +83,7 @@ class PythonCalls:
         return codes.count(0), next(filter(None, codes), 0), "release"
 
     def map(self, mappings: Mappings) -> Outcome:
-        """Map everything, or nothing; what undoing a failure leaves is counted in `done`."""
+        """Map everything, or nothing. `done` counts what is left where undoing a failure fails too."""
         done = 0
         for address, handle, size in zip(*mappings, strict=True):
             mapped, code, op = self._map_one(address, handle, size)
@@ -93,13 +93,13 @@ class PythonCalls:
         return done, 0, ""
 
     def _undo(self, mappings: Mappings, count: int) -> int:
-        """Unmap the first mappings, the last of them first; return how many are left because one failed."""
+        """Unmap the first `count` mappings, last to first. Stop at a failure and return how many are left."""
         while count and not int(self._api.cuMemUnmap(mappings.addresses[count - 1], mappings.sizes[count - 1])[0]):
             count -= 1
         return count
 
     def _map_one(self, address: int, handle: int, size: int) -> Outcome:
-        """Map one handle and grant access; mapped without access it counts as done, to be undone."""
+        """Map one handle and grant access. Mapped without access, it counts as done, so that the caller undoes it."""
         code = int(self._api.cuMemMap(address, size, 0, handle, 0)[0])
         if code:
             return 0, code, "map"
@@ -124,7 +124,7 @@ class NativeCalls:
     entry : mapping of str to int
         Address of each of `ENTRY_POINTS`.
     properties, access
-        The bindings' structs; they must live as long as this object, C reads them through their addresses.
+        The bindings' structs. C reads them through their addresses, so this object keeps them alive.
     """
 
     def __init__(self, module: Any, entry: Mapping[str, int], properties: Any, access: Any) -> None:

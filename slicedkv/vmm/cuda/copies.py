@@ -1,7 +1,7 @@
 """`HostCopies`: copies between one device's mapped addresses and host memory, on a stream of their own.
 
-The stream is torch's, so that fences are of one kind; the copies are the driver's, so that no tensor is needed. Gets
-the bindings from `cuda`, which also sees to contexts and captures. Knows nothing of what the bytes are.
+The stream is torch's, so that all fences are of one kind. The copies are the driver's, so that they need no tensors.
+Gets the bindings from `driver`, which also sees to contexts and captures. Does not know what the bytes are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostCopies:
         Raises
         ------
         DriverError
-            One could not be queued; those that were are waited for.
+            A copy could not be queued. The call has waited for those queued before it.
         StateError
             The current stream captures a graph: the copies would be part of the graph.
         """
@@ -57,5 +57,5 @@ class HostCopies:
         return done
 
     def seconds(self, done: Any) -> float:
-        """Seconds that the copies before an event of `copy` took; it is done."""
+        """Seconds that the copies before an event of `copy` took. The event must be done."""
         return float(done.begun.elapsed_time(done)) / 1e3

@@ -1,7 +1,7 @@
-"""`CudaDriver`: virtual memory of one CUDA device through the driver API. The only module that touches cuda.bindings.
+"""`CudaDriver`: virtual memory of one CUDA device through the driver API. The only module that imports cuda.bindings.
 
-Finds the device, keeps threads and graph captures in order, and hands memory calls to `cuda_calls` and streams to
-`cuda_streams`. Must not know what is mapped where, or why.
+Finds the device, and keeps threads and graph captures in order. `calls` makes the memory calls, `copies` moves bytes,
+`streams` knows torch's streams. Must not know what is mapped where, or why.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CudaDriver(StrictDriver):
     # --- finding out what there is ---------------------------------------------------------------------------------
 
     def _probe(self, call: str, *args: Any) -> Any:
-        """Make one call of the start-up and return its value; whatever else happens means: no usable device."""
+        """Make one call of the start-up and return its value. Whatever goes wrong, the device is not usable."""
         try:
             result, *values = getattr(self._api, call)(*args)
             code = int(result)
@@ -101,7 +101,7 @@ class CudaDriver(StrictDriver):
         return device
 
     def _find_granularity(self) -> int:
-        """The recommended granularity, or the minimum where the driver knows no recommended one."""
+        """The recommended granularity, or the minimum where the driver recommends none."""
         flags = self._api.CUmemAllocationGranularity_flags
         try:
             answer = self._probe(
@@ -133,7 +133,7 @@ class CudaDriver(StrictDriver):
 
     @property
     def can_protect(self) -> bool:
-        """Whether the driver takes read-only access to device memory: tried out on one page, the first time."""
+        """Whether the driver takes read-only access to device memory. The first time, tries it out on one page."""
         if self._can_protect is None:
             size = self._granularity
             with ExitStack() as undo:
@@ -170,7 +170,7 @@ class CudaDriver(StrictDriver):
     def bind_thread(self) -> None:
         """Give the calling thread this device's context, and keep its calls out of every graph capture.
 
-        A thread that captures graphs itself must not be bound.
+        Do not bind a thread that captures graphs itself.
         """
         super()._enter()
         if getattr(self._threads, "relaxed", False):
@@ -185,7 +185,7 @@ class CudaDriver(StrictDriver):
 
     @contextmanager
     def _outside_capture(self) -> Iterator[None]:
-        """Let this thread ask about events while any thread captures a graph; in strict modes that breaks the graph."""
+        """Let this thread make calls while another captures a graph, which in strict modes they would break."""
         if getattr(self._threads, "relaxed", False):
             yield
             return
@@ -196,7 +196,7 @@ class CudaDriver(StrictDriver):
             self._exchange_capture_mode(before)
 
     def _value(self, op: str, answer: tuple[Any, ...]) -> Any:
-        """The value in a binding's answer ``(result, value)``; raises `DriverError` unless the result is success."""
+        """Return the value of a binding's answer ``(result, value)``, or raise `DriverError` if it failed."""
         code = int(answer[0])
         if code:
             raise self._error(op, code)
@@ -256,7 +256,7 @@ class CudaDriver(StrictDriver):
             return bool(fence.query())
 
     def wait_fence(self, fence: Any, timeout_s: float) -> bool:
-        """Wait for the fence by asking for it again and again, so that the wait has a bound and the GIL stays free."""
+        """Wait by asking for the fence again and again: so the wait has a bound, and the GIL stays free."""
         deadline = time.monotonic() + timeout_s
         nap = _SHORTEST_NAP_S
         while not self.fence_done(fence):
@@ -290,7 +290,7 @@ class CudaDriver(StrictDriver):
             self._value("unpin", self._api.cuMemHostUnregister(address))
 
     def synchronize(self) -> None:
-        """Wait for all work of the device. Not through torch: a cache is also closed when the interpreter ends."""
+        """Wait for all work of the device. Does without torch, as a cache also closes when the interpreter ends."""
         self._enter()
         with self._own_context():
             self._value("synchronize", self._api.cuCtxSynchronize())

@@ -1,7 +1,7 @@
 """`TorchStreams`: torch's streams and events of one CUDA device, whatever device is current in the calling thread.
 
-The work that fences wait for is submitted through torch, so fences are torch's events. torch is imported only when one
-is needed. Knows nothing of memory but torch's own cache of it.
+Callers submit their work through torch, so fences are torch's events. Imports torch only when one is needed. The only
+memory it knows of is torch's own cache.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class TorchStreams:
 
     @property
     def copy_stream(self) -> Any:
-        """A stream that only copies use, made when it is first asked for."""
+        """A stream for copies alone, made at the first use."""
         if self._copy_stream is None:
             self._copy_stream = self._cuda.Stream(self._index)
         return self._copy_stream
 
     def timed_event(self, stream: Any) -> Any:
-        """Record an event on a stream that also knows when it was reached."""
+        """Record an event on a stream. The event also notes the time at which the stream reaches it."""
         event = self._cuda.Event(enable_timing=True)
         event.record(stream)
         return event
