@@ -185,7 +185,7 @@ class CudaDriver(StrictDriver):
 
     @contextmanager
     def _outside_capture(self) -> Iterator[None]:
-        """Let this thread make calls while another captures a graph, which in strict modes they would break."""
+        """Let this thread make calls that would break a graph if some thread captures one in a strict mode."""
         if getattr(self._threads, "relaxed", False):
             yield
             return
