@@ -184,9 +184,9 @@ def layer_view(rows: torch.Tensor) -> torch.Tensor:
 class KVViews:
     """Raw planes and layer slices of one cache, as strided views over its reservations.
 
-    The cache makes them once, when it opens; they cost addresses only. Every call returns a new view, so that nobody can
-    change another's. Each view holds its reservation: one that outlives the cache keeps its addresses, and reading them
-    faults, as nothing is mapped there.
+    The cache makes them once, when it opens; they cost addresses only. Every call returns a new view, so that nobody
+    can change another's. Each view holds its reservation: one that outlives the cache keeps its addresses, and reading
+    them faults, as nothing is mapped there.
 
     Attributes
     ----------
