@@ -40,7 +40,7 @@ _finishing: set[_thread.LockType] = set()
 
 
 class Closeable(Unique, ABC):
-    """A public object that is closed once, belongs to the process that opened it, and is a context manager."""
+    """A public object that is closed once and belongs to the process that opened it. It is a context manager."""
 
     def __init__(self) -> None:
         self._refusal: str | None = "the cache is not open"  # until all of it is
@@ -56,10 +56,14 @@ class Closeable(Unique, ABC):
             raise StateError(self._refusal)
 
     def close(self) -> None:
-        """Unmap everything and give all memory back. Waits for all work of the device. Calling it again does nothing.
+        """Unmap everything and give all memory back, after all work of the device. A second call does nothing.
 
-        Views that are still held keep their addresses reserved; reading or writing them faults. When the driver hangs
-        or fails, `StateError` or `DriverError` is raised and `close` may be called again.
+        Views keep their addresses reserved, and reading or writing them faults.
+
+        Raises
+        ------
+        StateError, DriverError
+            The driver hangs or fails, or a call on this thread is in the way; `close` may be called again.
         """
         refusal = self._refusal
         if refusal == _CLOSED:
@@ -88,7 +92,7 @@ class Closeable(Unique, ABC):
 
 
 def shut_down(state: CacheState, mapper: Mapper) -> None:
-    """Stop the mapper, wait for the device, unmap everything; the last cache of a pool that a cache opened ends it too.
+    """Stop the mapper, wait for the device, unmap everything. If a cache opened the pool, its last cache ends it.
 
     Raises
     ------
@@ -115,9 +119,9 @@ def shut_down(state: CacheState, mapper: Mapper) -> None:
 
 
 def abandon(state: CacheState, mapper: Mapper, owner_pid: int) -> None:
-    """Shut down for a cache that was dropped, on another thread.
+    """Shut down a cache that was dropped, on another thread.
 
-    The collector calls this anywhere, also on a thread that holds the gate's lock or token: nothing may wait here.
+    The collector calls this on any thread, also on one that holds the gate's lock or token, so nothing waits here.
     """
     if os.getpid() == owner_pid:
         _finish_elsewhere(lambda: shut_down(state, mapper))
@@ -152,7 +156,7 @@ def _wait_for_finishing() -> None:
 
 
 def _refuse_all() -> None:
-    """In a forked child: locks may be held by threads that are not here, and memory is the parent's."""
+    """Refuse all calls in a forked child: threads that are not here may hold locks, and memory is the parent's."""
     for opened in list(_opened):
         if not opened.closed:
             opened._refusal = _FORKED
@@ -174,9 +178,10 @@ def _close_all() -> None:
 
 
 def _wait_for_calls() -> None:
-    """Wait, for a bounded time, until no daemon thread is inside the library any more: it finds everything closed.
+    """Wait, for a bounded time, until no daemon thread is inside the library any more.
 
-    A thread that comes back from a computation of torch's and finds the interpreter at its end ends the process.
+    Such a thread finds everything closed. One that comes back from a computation of torch when the interpreter has
+    ended would end the process.
     """
     own, end = threading.get_ident(), time.monotonic() + _LAST_CALLS_S
     while time.monotonic() < end:

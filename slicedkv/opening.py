@@ -8,7 +8,7 @@ import torch
 
 from .config import CacheConfig, MemoryLimit, parse_memory_limit
 from .errors import ConfigError, StateError
-from .layout import KVLayout
+from .layout import KVLayout, ceil_div
 from .memory.backing import Backing
 from .memory.copy_meter import CopyMeter
 from .memory.host_pool import HostPool
@@ -49,7 +49,7 @@ def open_pool(config: CacheConfig) -> PagePool:
 
 
 def limit_bytes(limit: MemoryLimit, driver: Driver, pool: PagePool | None = None) -> int:
-    """Bytes of a memory limit; a fraction is of what is free on the device, and what the pool holds counts as free.
+    """Bytes of a memory limit. A fraction is one of the memory that is free on the device or held by the pool.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def limit_bytes(limit: MemoryLimit, driver: Driver, pool: PagePool | None = None
 
 
 def open_state(config: CacheConfig, pool: PagePool | None) -> CacheState:
-    """Open a cache's parts; with `pool` they use its driver, page size and limit.
+    """Open the parts of a cache. With `pool` they use its driver, page size and limit.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def _min_share_pages(config: CacheConfig, pool: PagePool) -> int:
         return 0
     limit = pool.memory_limit
     num_bytes = parse_memory_limit(config.min_share, free_bytes=limit, default_fraction=1.0, name="min_share")
-    return -(-num_bytes // pool.page_bytes)
+    return ceil_div(num_bytes, pool.page_bytes)
 
 
 def _swap_limit(config: CacheConfig) -> int:

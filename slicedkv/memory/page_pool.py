@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..checks import check_int
 from ..errors import ConfigError, DriverError, OutOfPagesError, StateError
+from ..layout import ceil_div
 from ..unique import Unique
 from ..vmm.base import Driver
 from .gate import Gate
@@ -163,7 +164,7 @@ class PagePool(Unique):
             taken = Handles(_pop(self._free.pages, pages), _pop(self._free.extents, extents))
             missing = _Count(pages - len(taken.pages), extents - len(taken.extents))
             excess = missing.pages + missing.extents * self.extent_pages - self.creatable_pages
-            broken = _pop(self._free.extents, -(-excess // self.extent_pages))
+            broken = _pop(self._free.extents, ceil_div(excess, self.extent_pages))
             loose = _pop(self._free.pages, excess - len(broken) * self.extent_pages)
             return taken, Handles(loose, broken), missing
 
@@ -213,7 +214,7 @@ class PagePool(Unique):
         with self.gate.lock:
             surplus = max(0, self.free_pages - keep_pages)
             pages = _pop(self._free.pages, surplus)
-            extents = _pop(self._free.extents, -(-(surplus - len(pages)) // self.extent_pages))
+            extents = _pop(self._free.extents, ceil_div(surplus - len(pages), self.extent_pages))
         self._release(Handles(pages, extents))
         return len(pages) + len(extents) * self.extent_pages
 

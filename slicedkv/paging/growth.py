@@ -1,7 +1,7 @@
-"""Mapping more pages behind slots and keeping books and counters in line, at once or ahead of need.
+"""Mapping more pages behind slots, and bringing books and counters in line.
 
-Both functions are called by whoever holds the gate's work token (*token*). Who calls them when is decided in `cache`
-(for a step) and `planner` (ahead of need).
+Calls that need pages now use `grow_now`. The planner, which maps ahead of need, uses `grow_slots`. Both need the gate's
+work token (*token*).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def grow_slots(state: CacheState, change: Change, reason: Reason) -> None:
 
 
 def grow_now(state: CacheState, change: Change) -> None:
-    """*token* Make a change that a call needs now, taking margin and idle pages back where memory is short.
+    """*token* Make a change that a call needs now. When memory is short, take margin and idle pages back for it.
 
-    What the call needs of the margin is in `state.holds.claims` and stays.
+    Margin that the call itself needs stays: it is in `state.holds.claims`.
 
     Raises
     ------
     OutOfPagesError
-        Not even then is there enough. No request lost a page of its own.
+        That is not enough. No request lost a page of its own.
     DriverError
         The driver failed for another reason than memory.
     """
@@ -70,7 +70,7 @@ def grow_now(state: CacheState, change: Change) -> None:
     try:
         grow_slots(state, change, "growth")
     except OutOfPagesError:
-        # The device holds less than the limit promises: count on what it says it has, and take back the rest.
+        # The device has less than the limit promises: count on what it says it has, and take back the rest.
         on_device = state.pool.driver.memory_info().free_bytes // state.pool.page_bytes
         take_back(state, need, creatable=min(on_device, state.pool.creatable_pages))
         grow_slots(state, change, "growth")

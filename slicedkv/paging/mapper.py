@@ -1,8 +1,8 @@
 """`Mapper`: runs the planner's work, on a thread of its own ("background") or on the calling thread ("sync").
 
 The thread is started at the first work, lives as long as the cache, sleeps on
-the gate's condition and never spins; it holds no reference to the cache object, so a forgotten cache can be collected.
-A failure is kept for the next foreground call, which raises it; the thread goes on.
+the gate's condition and never spins. It holds no reference to the cache object, so a forgotten cache can be collected.
+After a failure the thread goes on; the next foreground call raises what it kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mapper:
     Attributes
     ----------
     failure : Exception or None
-        What went wrong in the background and was not raised yet.
+        What went wrong in the background, until a foreground call raises it.
     """
 
     def __init__(self, planner: Planner, *, background: bool) -> None:
@@ -50,7 +50,7 @@ class Mapper:
     # --- foreground -----------------------------------------------------------------------------------------------
 
     def wake(self, *, due: bool = False) -> None:
-        """Say that there may be work; with `due` the mapper is timed from now on. Lock held; never waits."""
+        """Say that there may be work. With `due`, time from now how late the mapper is. Lock held; never waits."""
         if due and self._asked_at is None:
             self._asked_at = time.perf_counter()
         self._state.news = True
@@ -71,7 +71,7 @@ class Mapper:
             self._thread = thread
 
     def run_pending(self) -> None:
-        """Do all work now when there is no thread for it. Takes the token; failures are kept like the thread's."""
+        """Without a thread, do all work now. It takes the token and keeps failures as the thread does."""
         if self.background or not self._state.news:
             return
         try:

@@ -1,10 +1,17 @@
-"""`Planner`: which work comes next off the critical path, in the paper's order, and doing one batch of it.
+"""`Planner`: which work comes next off the critical path, and doing one batch of it.
 
-Order: pages that `alloc_reqid(seq_len)` or `prefetch` asked for; the next page of slots that near the end of what is
-mapped (lookahead); parting idle slots from what others share with them; unmapping what lies behind requests that were
-cut short; pages for the request that may come next (eager); handles created ahead, so that `step` need not create;
-pages taken from idle slots when memory is short. A batch is small enough that a `step` that needs the driver waits for
-it no longer than a few milliseconds. Source: vAttention, section 6. Who runs it and when is the mapper's business.
+The order is the paper's:
+
+1. pages that `alloc_reqid(seq_len)` or `prefetch` asked for;
+2. lookahead: the next page of slots that near the end of what is mapped;
+3. parting idle slots from what others share with them;
+4. unmapping what lies behind requests that were cut short;
+5. eager pages, for the request that may come next;
+6. handles created ahead, so that `step` need not create them;
+7. pages of idle slots, when memory is short.
+
+A batch is so small that a `step` which needs the driver waits a few milliseconds at most. `mapper` decides who runs the
+work, and when. Source: vAttention, section 6.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from collections.abc import Iterator
 from statistics import median_low
 from typing import NamedTuple, TypeAlias
 
+from ..layout import ceil_div
 from ..memory.change import Change, Growth
 from ..state.cache_state import CacheState
 from ..stats import Reason
@@ -25,10 +33,10 @@ from .victims import idle_victims, unpromised_pages
 __all__ = ["Grow", "Planner", "Reclaim", "Stock", "Work"]
 
 _BATCH_HANDLES = 128
-"""Handles in one batch: 128 at 38 us each (map and set access on an H200) keep the driver for 5 ms.
+"""Handles in one batch: 128 at 38 us each (map and set access on an H200) keep the driver busy for 5 ms.
 
-A step that needs the driver may have to wait that long; with less, the mapper cannot keep up beside a main thread that
-is busy in Python, where every batch costs it two or three waits for the GIL of 5 ms each.
+A step that needs the driver may have to wait that long. With smaller batches the mapper cannot keep up beside a main
+thread that is busy in Python: each batch costs it two or three waits for the GIL, of 5 ms each.
 """
 
 
@@ -113,7 +121,7 @@ class Planner:
     # --- when the next page is due --------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Set for every request the length at which its next page is asked for; at most once a step."""
+        """Set the length at which each request's next page is asked for, at most once a step."""
         state, distance = self.state, self.state.config.lookahead_tokens
         if state.counters.steps == self._scheduled_at:
             return
@@ -149,19 +157,19 @@ class Planner:
         return self._growth("lookahead", growths)
 
     def _pages_after(self, slot: int) -> int:
-        """Pages per plane with which a slot has at least one more token than now."""
+        """Pages per plane that back at least one token more than now."""
         lengths, layout = self.state.lengths, self.state.layout
         return layout.pages_for(min(max(lengths.backed[slot], lengths.longest[slot]) + 1, layout.max_seq_len))
 
     def _unshare(self) -> Work | None:
-        """Unmap what idle slots share with others: nothing can be built on that, and no memory is kept for anybody."""
+        """Unmap what idle slots share with others: no request can grow there, and no memory is kept by it."""
         for slot in self._idle_sharers():
             if self.state.is_over(slot):
                 return Reclaim(slot)
         return None
 
     def _surplus(self) -> Work | None:
-        """Unmap what requests that were cut short do not need any more, but for what lookahead would map again."""
+        """Unmap what requests that were cut short do not need any more; leave what lookahead would map again."""
         state = self.state
         for slot in list(state.surplus):
             seq_len = state.lengths.longest[slot]
@@ -189,9 +197,9 @@ class Planner:
         return self._growth("eager", [Growth(slot, missing)]) if slot is not None and missing > 0 else None
 
     def _stock(self) -> Work | None:
-        """Keep handles of one page ready: what half of the requests need at once, at least one's, at most a batch."""
+        """Create handles of one page, so that half of the requests, at least one, could grow; at most a batch."""
         planes, active = self.state.layout.num_planes, self.state.slots.num_active
-        target = max(planes, min(planes * -(-active // 2), _BATCH_HANDLES))
+        target = max(planes, min(planes * ceil_div(active, 2), _BATCH_HANDLES))
         ready = self.state.pool.free_singles
         if not self._background or not active or ready > target // 2:
             return None
@@ -206,14 +214,14 @@ class Planner:
         return pool.available_pages * pool.page_bytes < self.state.config.reclaim_watermark * pool.memory_limit
 
     def _take_idle(self) -> Work | None:
-        """Take pages from the largest idle slot whose work is over, sparing the one that is handed out next."""
+        """Take pages from the largest idle slot whose work is over, but not from the one that is handed out next."""
         for slot in idle_victims(self.state):
             if self.state.is_over(slot):
                 return Reclaim(slot)
         return None
 
     def _growth(self, reason: Reason, growths: list[Growth]) -> Work | None:
-        """A batch of growths as far as memory and the size of a batch allow; the most urgent come first."""
+        """A batch of growths, as many as memory and the size of a batch allow; the most urgent come first."""
         chosen = tuple(_within(growths, self._affordable(), self.state.pool.extent_pages, self.state.layout.num_planes))
         return Grow(reason, chosen) if chosen else None
 
@@ -221,7 +229,7 @@ class Planner:
         return max(0, unpromised_pages(self.state)) // self.state.layout.num_planes
 
     def awaits_device(self) -> bool:
-        """True when idle pages that are to go only wait for device work to end. Lock held."""
+        """True when idle pages should go and device work that may use them is not over yet. Lock held."""
         if self.state.paused:
             return False
         leaving = [*self._idle_sharers(), *self.state.surplus]
@@ -242,5 +250,5 @@ def _within(growths: list[Growth], affordable: int, extent_pages: int, planes: i
             return
         yield Growth(slot, part)
         affordable -= part
-        handles = -(-part // extent_pages) if part > handles_left // planes else part
+        handles = ceil_div(part, extent_pages) if part > handles_left // planes else part
         handles_left -= planes * handles

@@ -1,7 +1,7 @@
 """Taking back what may be taken when memory is short, see `victims`, and moving the limit.
 
-Nothing is unmapped before the work that may use it is done on the device. Functions marked *token* are called by
-whoever holds the gate's work token, which all caches of a pool share.
+Nothing is unmapped before the device is done with the work that may use it. Functions marked *token* need the gate's
+work token, which all caches of a pool share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def require_room(state: CacheState, need_pages: int, creatable: int | None = None) -> Candidates:
-    """*token* Return what may be taken back; refuse a need over all planes that not even all of it meets.
+    """*token* Return what may be taken back, or refuse a need, in pages over all planes, that exceeds all of it.
 
     Raises
     ------
@@ -55,9 +55,9 @@ def _refuse_beyond(state: CacheState, need_pages: int, total: int) -> None:
 
 
 def take_back(state: CacheState, need_pages: int, *, creatable: int | None = None) -> None:
-    """*token* Unmap margin and idle pages until `need_pages` pages can be had from the pool.
+    """*token* Unmap margin and idle pages until the pool can give `need_pages` pages.
 
-    Waits, for a bounded time, for device work that may still use them.
+    It waits, for at most 4 s each, for device work that may still use them.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def take_back(state: CacheState, need_pages: int, *, creatable: int | None = Non
     Raises
     ------
     OutOfPagesError
-        There is not that much: nothing was unmapped, unless requests came and took it meanwhile.
+        There are fewer. Nothing was unmapped, unless new requests took idle slots meanwhile.
     """
 
     def unpromised() -> int:
@@ -97,7 +97,7 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 
     Parameters
     ----------
     wait : bool
-        Wait for device work that may still use the pages; otherwise leave them and return 0.
+        Wait for device work that may still use the pages. Without it, leave such pages alone and return 0.
     keep_pages : int
         Pages per plane to leave in any case.
 
@@ -106,13 +106,13 @@ def reclaim_slot(state: CacheState, slot: int, *, wait: bool, keep_pages: int = 
     DriverError
         Nothing was unmapped.
     StateError
-        The device work did not end in time, or the slot was lost (see `Backing.unmap`).
+        The device work did not end in time; or the slot was lost, see `Backing.unmap`.
     """
     driver = state.pool.driver
     if wait:
         wait_for_slot(state, slot)
     with state.gate.lock:
-        # The slot may have been handed out, and even freed again, since it was chosen: look again.
+        # Since it was chosen, the slot may have gone to a request, which may even have freed it: look again.
         fence = state.slots.fence(slot)
         if fence is not None and not driver.fence_done(fence):
             return 0
@@ -148,7 +148,7 @@ def wait_for(state: CacheState, fence: Fence, what: str) -> None:
 
 
 def trim_slots(state: CacheState) -> None:
-    """*token* Unmap everything that may be taken back. Waits, for a bounded time, for device work on it."""
+    """*token* Unmap all that may be taken back. It waits, for at most 4 s each, for device work on it."""
     with state.gate.lock:
         found = victims(state)
     for victim in found:
@@ -156,20 +156,19 @@ def trim_slots(state: CacheState) -> None:
 
 
 def trim(state: CacheState) -> int:
-    """*token* Give back whatever may be taken back, free pages and unused host memory; return the pages released."""
+    """*token* Give back all that may be taken back, free pages and unused host memory; return the pages released."""
     trim_slots(state)
     state.host.trim()
     return state.pool.trim()
 
 
 def set_memory_limit(state: CacheState, num_bytes: int) -> None:
-    """*token* Change the pool's limit, taking back what may be taken when less is left. Waits as `take_back` does.
+    """*token* Change the pool's limit. A lower one first takes back what it must, and waits as `take_back` does.
 
     Raises
     ------
     ConfigError, OutOfPagesError
-        The limit holds no page, less than the caches of the pool are promised, or less than requests need; it stays as
-        it was.
+        The limit holds no page, or less than was promised to caches, or less than requests need. It stays as it was.
     """
     pool = state.pool
     limit = pool.pages_in_limit(num_bytes)
@@ -202,7 +201,7 @@ def set_memory_limit(state: CacheState, num_bytes: int) -> None:
 
 
 def claim_share(state: CacheState) -> None:
-    """*token* Count a new cache in and set its share of the pool aside, taking from others what they do not need.
+    """*token* Count a new cache in and set its share aside. For that it takes what other caches do not need.
 
     Raises
     ------

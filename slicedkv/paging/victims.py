@@ -1,9 +1,8 @@
-"""What may be taken back when memory is short, in which order, and what can be had in all.
+"""What may be taken back when memory is short, in which order, and how much a cache can get in all.
 
-The margin comes first: pages beyond a request's own (lookahead), then eager pages, then idle slots, the largest first
-and the slot that would be handed out next last. Then comes what other caches of the same pool hold beyond their
-`min_share`, idle slots before margin. Taking it is the business of `reclaim`. Everything is called with the gate's lock
-held.
+A cache first gives its own: pages beyond requests' own ones (lookahead), eager pages, then idle slots. Of these the
+largest goes first, and the slot that would be handed out next goes last. Then other caches of the pool give what they
+hold beyond their `min_share`, idle slots before margin. `reclaim` takes it. Hold the gate's lock to call anything.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = [
 
 
 class Victim(NamedTuple):
-    """A slot, the pages per plane that can be taken from it, and those of them that become free.
+    """A slot, the pages per plane that can be taken from it, and how many of these become free.
 
-    They become free when all victims before are taken too; what slots share becomes free with the last of them.
+    `freed` holds if all victims before are taken, too. Shared pages become free with the last slot that has them.
     """
 
     slot: int
@@ -61,7 +60,7 @@ def idle_victims(state: CacheState) -> list[int]:
 
 
 def _ranked(state: CacheState, slots: Set[int], coming: int | None) -> list[tuple[tuple[int, int], int, int]]:
-    """Rank, slot and spare pages per plane of those slots that can spare some; `coming` is the last of the idle."""
+    """Rank, slot and spare pages per plane of the slots that can spare some; `coming` ranks last among idle ones."""
     ranked = []
     for slot in slots:
         idle_rank = 1 if slot in state.eager else 2 + (slot == coming)
@@ -72,7 +71,7 @@ def _ranked(state: CacheState, slots: Set[int], coming: int | None) -> list[tupl
 
 
 def victims_beyond_share(state: CacheState, *, own: bool = False) -> list[Victim]:
-    """`victims` down to the cache's share; idle slots first, unless it is for the cache's `own` sake."""
+    """`victims`, as far as the cache keeps its share. Idle slots come first, unless the cache takes its `own`."""
     backing = state.backing
     beyond = max(0, backing.held_pages - backing.leaving_pages - state.min_share_pages) // state.layout.num_planes
     reckoning, found = backing.shared.reckoning(), []
@@ -90,7 +89,7 @@ def freed_pages(state: CacheState, found: list[Victim]) -> int:
 
 
 def freeable_pages(state: CacheState, active: Set[int]) -> int:
-    """Pages over all planes by which what can be had would grow if some active slots became idle."""
+    """Pages over all planes by which `available_pages` would grow if some active slots became idle."""
 
     def freed(ending: Set[int]) -> int:
         reckoning = state.backing.shared.reckoning()
@@ -102,7 +101,7 @@ def freeable_pages(state: CacheState, active: Set[int]) -> int:
 
 
 def candidates(state: CacheState) -> Candidates:
-    """What one cache may take: of its own, then of the others on its pool."""
+    """What one cache may take: its own, then that of the others on its pool."""
     others = state.neighbours
     for member in (state, *others):
         member.catch_up()
@@ -110,31 +109,34 @@ def candidates(state: CacheState) -> Candidates:
 
 
 def unpromised_pages(state: CacheState, creatable: int | None = None) -> int:
-    """Pages that can be had without unmapping anything, beside what other caches were promised."""
+    """Pages over all planes that the pool can give without unmapping anything or breaking a promise to others.
+
+    `creatable` replaces what the limit allows to create.
+    """
     pool = state.pool
     unpromised = pool.free_pages - pool.shares.promised(besides=state)
     return unpromised + (pool.creatable_pages if creatable is None else creatable)
 
 
 def available_pages(state: CacheState) -> int:
-    """Pages over all planes that can be had: free, creatable, and whatever may be taken back."""
+    """Pages over all planes that requests of a cache can get: unpromised ones, and all that may be taken back."""
     others = sum(freed_pages(other, victims_beyond_share(other)) for other in state.neighbours)
     return max(0, unpromised_pages(state) + _own_pages(state) + others)
 
 
 def _own_pages(state: CacheState) -> int:
-    """Pages over all planes that a cache may take of its own: `victims`, quicker. An engine asks before every step."""
+    """Pages over all planes in `victims`, found more quickly: an engine asks before every step."""
     if state.backing.shared.alias_pages:
         return freed_pages(state, victims(state))
     spare = sum(map(state.spare_pages, state.slots.active | state.slots.idle)) * state.layout.num_planes
-    # What is being mapped for a request counts as missing until it is there, so it counts here too.
+    # Pages that the mapper is mapping count as missing for their request until they are there. So they count here.
     return spare + (0 if state.mapper_slots is None else state.pool.in_flight_pages)
 
 
 def has_room(state: CacheState, pages: int) -> bool:
-    """True when a slot is idle and `pages` pages per plane can be had beside what requests asked for.
+    """True when a slot is idle and `pages` pages per plane are available beside those that requests asked for.
 
-    Never while the cache is paused.
+    False while the cache is paused.
     """
     if state.paused or not (state.slots.idle or state.slots.ending):
         return False

@@ -1,7 +1,7 @@
 """`Copier`: copies bytes from one slot to another, and zeroes them, on the stream current in the calling thread.
 
-A fence is left behind on every slot it touches, so that nothing is unmapped under its work. Knows tensors and
-addresses; what must be copied or zeroed, and that it is mapped, is the business of `sharing`, `writing` and `zeroing`.
+It leaves a fence on every slot that it touches, so that nothing is unmapped under its work. Its callers (`sharing`,
+`copy_on_write`, `zeroing`) decide what to copy or zero, and see to it that it is mapped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Copier:
         self._leave_fence(slot)
 
     def _leave_fence(self, slot: int, *, read: bool = False) -> None:
-        """Nothing is unmapped before this work is done, and a request whose rows it reads goes on behind it."""
+        """Let nothing be unmapped, and no request whose rows are read go on, before this work is done."""
         with self._state.gate.lock:
             fence = self._state.fence_behind(slot)
             self._state.slots.set_fence(slot, fence)

@@ -1,9 +1,11 @@
-"""Copy on write: which pages a step lets a request write, and its own copy of those that it shares.
+"""`CopyOnWrite`: which pages a step lets a request write, and its own copy of those that it shares.
 
-`step` knows lengths only. A step of a request from its last length to another lets it write the rows from the shorter
-of the two up to the new length, and the guard rows behind that; all rows before are only to be read. So the pages that
-hold a part of those rows must be the request's own. To overwrite tokens, a request first makes a step to the length it
-keeps, then one to its new length. The length that `share_prefix` or `fork` gave counts as that of a step.
+A step tells lengths only. A step of a request from its last length to a new one lets it write from the shorter of the
+two up to the new length, and the guard rows behind. It may only read the rows before. So each page that holds a part of
+the rows it may write must be its own.
+
+To overwrite tokens, a request first makes a step to the length that it keeps, then one to its new length. The length
+that `share_prefix` or `fork` gives counts as that of a step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["Copies", "CopyOnWrite"]
 
 
 class Copies(NamedTuple):
-    """What is replaced by pages of a slot's own, and of each handle of the first plane the slot to copy from."""
+    """What a slot's own pages replace, and, for each handle of the first plane, the slot to copy from."""
 
     swaps: list[Swap]
     sources: dict[int, int]
@@ -45,7 +47,7 @@ class CopyOnWrite:
         self._copier = copier
 
     def swaps(self, lens: torch.Tensor, *, count_idle: bool) -> list[Swap]:
-        """What must be replaced before a step to `lens`, whether or not idle slots count as sharers. Lock held."""
+        """What must be replaced before a step to `lens`. Idle slots count as sharers or not. Lock held."""
         state = self._state
         writers = state.lengths.writers(lens)
         if not writers:

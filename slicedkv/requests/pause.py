@@ -1,10 +1,11 @@
 """`Pauser`: a cache gives its memory back to the driver and takes it again, at the same addresses.
 
-What may be taken back goes first, as in `trim`. With `offload` the rows of active requests wait in host memory, and
-their slots keep lengths and addresses but no pages, until `resume` maps pages there again and copies the rows in.
-Requests that share pages go with all their rows and come back sharing none, which may need more memory than they had.
-While a cache is paused its mapper rests and every call that would change something is refused, see `CacheState.paused`,
-but those that make room for `resume`: ending a request and moving the limit.
+A pause gives back what `trim` does. With `offload` the rows of active requests go to host memory, too; their slots keep
+lengths and addresses but no pages. `resume` maps pages there again and copies the rows in. Requests that share pages go
+with all their rows and come back sharing none, so they may need more memory than they had.
+
+While a cache is paused, its mapper rests and calls that would change something are refused (`CacheState.paused`). Two
+are not, since they make room for `resume`: ending a request and moving the limit.
 """
 
 from __future__ import annotations

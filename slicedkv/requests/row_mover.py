@@ -1,9 +1,8 @@
 """`RowMover`: a request's rows between its slot and host memory, one copy a plane.
 
-The rows ``[0, len)`` of a slot are one range of bytes in every plane, so they lie in a host span plane after plane, as
-they are. Copies run beside the caller's stream, after what was queued there and after the slot's earlier fence; what
-the caller queues later comes after the copies in. Every method is called by whoever holds the gate's work token
-(*token*). Knows no policy.
+The rows ``[0, len)`` of a slot are one range of bytes in every plane. A host span has these ranges, plane by plane.
+Copies run beside the caller's stream, after what was queued there and after the slot's earlier fence. What the caller
+queues later comes after copies in, and runs beside copies out. Every method needs the gate's work token (*token*).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class RowMover:
         return self._copy(rows, out=True)
 
     def copy_in(self, rows: Iterable[tuple[int, HostSpan, int]]) -> Fence:
-        """*token* Queue copies of spans to their slots, which have enough pages, and keep those from being unmapped.
+        """*token* Queue copies of spans to their slots, which have enough pages. A fence keeps these pages mapped.
 
         Work queued on the current stream from now on sees the rows. Raises as `copy_out` does.
         """

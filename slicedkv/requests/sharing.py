@@ -1,12 +1,12 @@
 """`Sharer`: one page, many requests that begin alike.
 
-Requests share what lies at the start of a slot, at the same offset in every plane. Only whole handles (pages, or
-extents) that the prefix fills can be mapped twice; the rows behind the last of them are copied. With extents of 16
-pages up to 15 pages per plane are copied that single pages would have shared; `extent_pages=1` shares all whole pages.
+Requests share the start of a slot, at the same offset in every plane. Only handles (pages or extents) that the prefix
+fills can be mapped twice; the rows behind the last of them are copied. `extent_pages=1` shares all whole pages. With
+extents of 16 pages, up to 15 pages per plane are copied.
 
-Shared pages are read-only for all that share them. `writing` says which rows a step lets a request write, and gives it
-its own copy of the pages that hold them. A page goes back to the pool when the last slot has let go of it; each slot
-does so behind its own fence.
+Requests only read shared pages. `copy_on_write` says which rows a step lets a request write, and gives it its own copy
+of the pages that hold them. Each slot lets go of a page behind its own fence; with the last one the page goes back to
+the pool.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Sharer:
             )
 
     def _share(self, src: int, targets: Sequence[int], num_tokens: int) -> None:
-        """*token* Map the prefix behind all targets, which are held, or behind none and raise as `grow_now` does."""
+        """*token* Map the prefix behind all targets, which are held, or behind none; raises as `grow_now` does."""
         state, layout = self._state, self._state.layout
         state.pool.driver.record_fence()  # refuses a stream that is being captured, before anything is changed
         with state.gate.lock:
@@ -107,7 +107,7 @@ class Sharer:
             growths = [Growth(slot, layout.pages_for(num_tokens) - shared.pages) for slot in targets]
             aliases = [Alias(slot, src, shared) for slot in targets if shared.pages]
             change = Change(growths, aliases)
-            # All that the targets have mapped must go, also what was asked for ahead: it is mapped again afterwards.
+            # All that the targets have mapped must go. What was asked for ahead is mapped again afterwards.
             state.holds.emptied.update(targets)
             fence = state.fence_behind(src) if aliases and state.protector is not None else None
         if fence is not None:
@@ -126,7 +126,7 @@ class Sharer:
                 self._mapper.wake()
 
     def _fill(self, src: int, targets: Sequence[int], first_byte: int, num_tokens: int) -> None:
-        """*token* Copy what is not shared, then note what the targets have; should that fail, they have nothing."""
+        """*token* Copy what is not shared, then note what the targets have. If that fails, they have nothing."""
         state, layout = self._state, self._state.layout
         end_byte, end_page = num_tokens * layout.row_bytes, layout.pages_for(num_tokens)
         with ExitStack() as undo:

@@ -1,8 +1,8 @@
-"""`Stepper`: what `SlicedKVCache.step` does. Quick when nothing grows, exact about failure when something does.
+"""`Stepper`: what `SlicedKVCache.step` does.
 
-A step that finds everything mapped costs one vector comparison under the lock. A step that does not takes the gate's
-work token, looks again (the mapper may have been at it), and maps the rest on the calling thread: that is a stall. So
-does a step of a request that another thread's call is at: it comes after that call, whatever it asks for.
+A step that finds everything mapped costs one vector comparison under the lock. Any other step takes the gate's work
+token, looks again, since the mapper may have mapped some of it, and maps the rest on the calling thread: a stall. So
+does a step of a request that another thread's call uses: it comes after that call.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Stepper:
     def _advance(self, lens: torch.Tensor) -> None:
         """Note the lengths of a step that is True. Lock held.
 
-        Copies may still read rows that may be written from now on, and on another stream: the current one waits there.
+        From now on kernels may write rows that a copy on another stream still reads: the current stream waits for it.
         """
         state = self._state
         if state.slots.reads:
@@ -141,7 +141,7 @@ class Stepper:
         self._mapper.wake(due=due)
 
     def _step_with_token(self, lens: torch.Tensor, tickets: torch.Tensor, started: float, *, stalled: bool) -> bool:
-        """Map what is missing, copy and zero what must be, on the calling thread; zeroing alone is no stall."""
+        """Map what is missing, then copy and zero what must be. A step that only zeroes counts as no stall."""
         state = self._state
         with state.work("step"):
             with state.gate.lock:

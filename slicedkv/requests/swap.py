@@ -1,8 +1,8 @@
-"""`Swapper`: a request leaves its slot for host memory and comes back, into whichever slot is free.
+"""`Swapper`: a request leaves its slot for host memory, and comes back into a slot that is free.
 
-Out, the slot becomes idle behind the copy's fence, like the slot of a request that ended: its pages go where they are
-needed as soon as the copy is done, and those that it shared stay with the others. In, pages are mapped as `step` maps
-them, and the request shares none. See `SlicedKVCache.swap_out` and `swap_in` for what callers may rely on.
+After a swap out, the slot is idle behind the copy's fence, like the slot of a request that ended. After the copy, its
+pages go where they are needed; shared ones stay with the other requests. A swap in maps pages as `step` does, and the
+request shares none. `SlicedKVCache.swap_out` and `swap_in` say what callers may rely on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SwapHandle(Unique):
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the rows, whoever releases the handle meanwhile: that takes effect at the end. *token*
+        """*token* Keep the rows inside: a release by another thread takes effect at the end.
 
         Raises
         ------
@@ -86,9 +86,9 @@ class SwapHandle(Unique):
         return not (self._used or self._give_back.alive)
 
     def release(self) -> None:
-        """Give the host memory back without bringing the request in. Never waits; the second call does nothing.
+        """Give the host memory back without bringing the request in. It never waits; a second call does nothing.
 
-        Beside a `swap_in` of another thread it takes effect if that does not bring the request in.
+        If another thread is in `swap_in` with this handle, the release takes effect only if that fails.
         """
         self._unwanted = True
         self._give_back()
@@ -164,7 +164,7 @@ class Swapper:
         grow_now(state, Change([Growth(slot, missing)]))
 
     def _undo_swap_in(self, slot: int, pages: int, free_before: int) -> None:
-        """Make a slot idle again with the pages it had. What the driver will not unmap now stays, as idle pages do."""
+        """Make a slot idle again with the pages it had. What the driver will not unmap stays, as idle pages do."""
         state = self._state
         self._lifetime.undo_begin(slot)
         with state.gate.lock:

@@ -1,9 +1,8 @@
 """`zero_on_reuse`: pages are zeroed before a request may see them, ordered on the caller's stream.
 
-Pages come from a slot's last request or from other slots, so every page is dirty when it comes to a request. Zeroing is
-queued on the stream that is current in the request's `step`, before the step counts a token in them and before anything
-the caller launches there afterwards. A fence is left behind so that no page is unmapped under it. Pages mapped ahead
-are zeroed by the first such `step`.
+Every page is dirty when a request gets it: the slot's last request or another slot had it. `step` queues zeroing on its
+current stream before it counts a token in a page, and so before anything that the caller launches there afterwards. A
+fence keeps the page mapped meanwhile. The first step that reaches pages mapped ahead zeroes them.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Zeroer:
         return bool(self._dirty(lens))
 
     def zero(self, lens: torch.Tensor) -> None:
-        """*token* Queue zeroing of all dirty pages of the requests in a step, which it holds, on the current stream.
+        """*token* Queue zeroing of all dirty pages of a step's requests, and hold these.
 
-        Not of others, whose steps may be on other streams.
+        Other requests' steps may be on other streams, so their pages are left alone.
         """
         with self._state.gate.lock:
             dirty = self._dirty(lens)
@@ -51,7 +50,7 @@ class Zeroer:
             self._zero(slot, first, end)
 
     def run(self, lens: torch.Tensor) -> None:
-        """`zero` for what was mapped ahead after a step, on the calling thread. Takes the work token.
+        """Zero what the calling thread mapped ahead after a step. Takes the work token.
 
         Parameters
         ----------

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "slicedkv"
 KERNELS = ROOT / "triton_kernels"
 HOUSE = (
     ("errors", "checks", "unique", "layout", "config", "stats"),
-    ("vmm", "memory", "state", "tensors", "views", "paging", "requests", "opening", "closing", "cache"),
+    ("vmm", "memory", "state", "views", "paging", "requests", "opening", "closing", "cache"),
     ("attention", "integrations", "engine", "demo_model", "cli", "__main__"),
 )
 """Folders and files of the package from left to right: each imports only what stands to its left."""
