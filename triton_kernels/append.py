@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
+from .checks import (
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
     cache_elements,

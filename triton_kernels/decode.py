@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
+from .checks import (
     cache_elements,
     check_index,
     check_positive,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import check_caches, check_device, check_queries, padded, traits
+from .checks import check_caches, check_device, check_queries, padded, traits
 from .tuning import DecodeTile, choose_splits, decode_tile
 
 __all__ = ["DecodePlan", "JoinTile", "cut_workspace", "join_tile", "plan_decode", "workspace_numel"]

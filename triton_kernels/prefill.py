@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
+from .checks import (
     cache_elements,
     check_caches,
     check_index,

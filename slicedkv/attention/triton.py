@@ -14,7 +14,7 @@ from torch import Tensor
 from ..checks import check_int
 from ..errors import ConfigError
 from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
-from ..triton_kernels.common import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, interpreted
+from ..triton_kernels.checks import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, interpreted
 from .base import AttentionBackend, KVSource
 from .batch import Batch, Lane
 

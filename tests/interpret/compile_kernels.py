@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slicedkv.triton_kernels import append, decode, decode_parts, prefill
-from slicedkv.triton_kernels.common import ELEMENTS, padded
+from slicedkv.triton_kernels.checks import ELEMENTS, padded
 from slicedkv.triton_kernels.tuning import decode_tile, prefill_tile
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}

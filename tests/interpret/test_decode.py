@@ -9,7 +9,7 @@ import torch
 from kernel_reference import attend_all, error, fill, index, planes
 
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_plan, decode_workspace_numel
-from slicedkv.triton_kernels.common import Traits
+from slicedkv.triton_kernels.checks import Traits
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 TOLERANCE = {FLOAT32: 2e-6, FLOAT16: 2e-3}

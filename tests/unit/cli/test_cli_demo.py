@@ -13,9 +13,9 @@ import pytest
 
 import slicedkv.cli.demo
 from slicedkv.cli import main
-from slicedkv.cli.demo_plot import check_plot
-from slicedkv.cli.demo_prompts import draw_jobs
-from slicedkv.cli.display import LogDisplay, TerminalDisplay, Transcript
+from slicedkv.cli.demo.display import LogDisplay, TerminalDisplay, Transcript
+from slicedkv.cli.demo.plot import check_plot
+from slicedkv.cli.demo.prompts import draw_jobs
 
 ROOT = Path(__file__).resolve().parents[3]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from slicedkv.demo_model import load_smollm2
+from slicedkv.cli.demo.model import load_smollm2
 from slicedkv.engine import SamplingParams
 from slicedkv.errors import BackendUnavailableError
 

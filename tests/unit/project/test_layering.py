@@ -20,7 +20,7 @@ KERNELS = ROOT / "triton_kernels"
 HOUSE = (
     ("errors", "checks", "unique", "layout", "config", "stats"),
     ("vmm", "memory", "state", "views", "paging", "requests", "opening", "closing", "cache"),
-    ("attention", "integrations", "engine", "demo_model", "cli", "__main__"),
+    ("attention", "integrations", "engine", "cli", "__main__"),
 )
 """Folders and files of the package from left to right: each imports only what stands to its left."""
 ROOMS = tuple(room for row in HOUSE for room in row)
@@ -153,8 +153,8 @@ def test_torch_free(name):
     [
         ("cuda", {"slicedkv.vmm.cuda.driver"}),
         ("flashinfer", {"slicedkv.attention.flashinfer"}),
-        ("matplotlib", {"slicedkv.cli.demo_plot"}),
-        ("rich", {"slicedkv.cli.display"}),
+        ("matplotlib", {"slicedkv.cli.demo.plot"}),
+        ("rich", {"slicedkv.cli.demo.display"}),
         ("tests", set()),
         ("bench", set()),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackendUnavailableError, ConfigError
-from .demo_report import MemoryLog
+from ...errors import BackendUnavailableError, ConfigError
+from .report import MemoryLog
 
 __all__ = ["check_plot", "draw"]
 

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from ..attention import open_backend
-from ..cache import SlicedKVCache
-from ..checks import check_int
-from ..errors import ConfigError
-from ..layout import KVLayout, LayoutKind
-from .demo_plot import check_plot, draw
-from .demo_prompts import draw_jobs
-from .demo_report import MemoryLog, cache_lines, memory_lines
-from .demo_serve import serve
-from .devices import choose_device
+from ...attention import open_backend
+from ...cache import SlicedKVCache
+from ...checks import check_int
+from ...errors import ConfigError
+from ...layout import KVLayout, LayoutKind
+from ..devices import choose_device
+from ..plan import MODELS
+from ..text import format_bytes, parse_bytes, parse_limit
 from .display import open_display
-from .plan import MODELS
-from .text import format_bytes, parse_bytes, parse_limit
+from .plot import check_plot, draw
+from .prompts import draw_jobs
+from .report import MemoryLog, cache_lines, memory_lines
+from .serve import serve
 
 if TYPE_CHECKING:
-    from ..engine import Engine, Request
+    from ...engine import Engine, Request
 
 __all__ = ["add_arguments", "load_model", "run"]
 
 _MODEL = "SmolLM2-135M-Instruct"
 _MAX_SEQ_LEN, _NUM_QO_HEADS = 2048, 9
-_LONGEST_TOKENS, _TYPICAL_TOKENS = 704, 256  # of the requests in demo_prompts
+_LONGEST_TOKENS, _TYPICAL_TOKENS = 704, 256  # of the requests in `prompts`
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _FAST_DTYPE = {"cpu": "float32"}
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     with open_display() as display:
         display.line(f"loading {_MODEL}, {dtype} on {device}")
         model, tokenizer = load_model(dtype, device)
-        from ..engine import Engine  # after the model: loading it sets up what transformers reads on import
+        from ...engine import Engine  # after the model: loading it sets up what transformers reads on import
 
         with Engine(model, tokenizer=tokenizer, max_seq_len=_MAX_SEQ_LEN, **engine_options) as engine:
             if options.memory_limit is None:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 def load_model(dtype: torch.dtype, device: str) -> tuple[Any, Any]:
     """Load model and tokenizer."""
-    from ..demo_model import load_smollm2
+    from .model import load_smollm2
 
     return load_smollm2(dtype, device)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..layout import KVLayout
-from ..stats import CacheStats
-from .footprint import Footprint, footprints, layout_name
-from .text import format_bytes, format_table
+from ...layout import KVLayout
+from ...stats import CacheStats
+from ..footprint import Footprint, footprints, layout_name
+from ..text import format_bytes, format_table
 
 if TYPE_CHECKING:
-    from ..engine import EngineStep
+    from ...engine import EngineStep
 
 __all__ = ["MemoryLog", "Moment", "cache_lines", "memory_lines"]
 

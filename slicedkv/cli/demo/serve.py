@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .demo_prompts import Job
+from ..text import format_bytes
 from .display import Display, Transcript
-from .text import format_bytes
+from .prompts import Job
 
 if TYPE_CHECKING:
-    from ..engine import Engine, Event, Request
+    from ...engine import Engine, Event, Request
 
 __all__ = ["serve"]
 
@@ -50,7 +50,7 @@ def serve(engine: Engine, jobs: Sequence[Job], display: Display) -> tuple[list[R
 
 
 def _submit(engine: Engine, job: Job) -> Request:
-    from ..engine import SamplingParams
+    from ...engine import SamplingParams
 
     tokenizer: Any = engine.tokenizer
     ids: list[int] = tokenizer.apply_chat_template(
