@@ -10,20 +10,17 @@ adapters. Beside it FlashInfer's append, if installed, which is told lane and po
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import copy_rate, parser, record
-from slices import HEAD_DIM, Memory, Place, Shape, time_calls
-
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import append_kv
+
+from .support.common import copy_rate, parser, record
+from .support.slices import HEAD_DIM, Memory, Place, Shape, time_calls
 
 NEEDS_GPU = True
 Row = dict[str, Any]

@@ -12,20 +12,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import copy_rate, parser, progress, record, show
-from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
-
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
+
+from .support.common import copy_rate, parser, progress, record, show
+from .support.slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
 
 NEEDS_GPU = True
 Row = dict[str, Any]

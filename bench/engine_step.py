@@ -8,18 +8,15 @@ Eight layers of Llama-3-8B's shape with random weights serve 64 requests; steps 
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, record, time_cuda
-
 from slicedkv.attention import Batch
 from slicedkv.engine import Engine, EngineStep, SamplingParams
+
+from .support.common import parser, progress, record, time_cuda
 
 Row = dict[str, Any]
 NEEDS_GPU = True

@@ -21,17 +21,16 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, show, write_result
-from layouts import Shape, layouts, modelled, shapes
-from replay import GROUP, Books, Moment, Profile, largest_batch, measure_profile, replay, serve, shape_options
-from spin import Device
-from traces import Request, Trace, fit, traces
-
 from slicedkv import SlicedKVCache
 from slicedkv.errors import SlicedKVError
 from slicedkv.layout import KVLayout
 from slicedkv.vmm import open_driver
+
+from .support.common import parser, progress, show, write_result
+from .support.layouts import Shape, layouts, modelled, shapes
+from .support.replay import GROUP, Books, Moment, Profile, largest_batch, measure_profile, replay, serve, shape_options
+from .support.spin import Device
+from .support.traces import Request, Trace, fit, traces
 
 Row = dict[str, Any]
 Part = Callable[[list[Trace], argparse.Namespace], Iterator[Row]]

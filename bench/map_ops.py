@@ -10,19 +10,16 @@ now and then.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, record
-from spin import SHAPES, Device
-
 from slicedkv.vmm import Driver, open_driver
+
+from .support.common import parser, percentiles, progress, record
+from .support.spin import SHAPES, Device
 
 Row = dict[str, Any]
 SLOW_S = 0.005

@@ -8,22 +8,19 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, record
-from spin import SHAPES, STEP_S, Device, busy_until
-
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.vmm import open_driver
 from slicedkv.vmm.fake import FakeDriver
+
+from .support.common import parser, percentiles, progress, record
+from .support.spin import SHAPES, STEP_S, Device, busy_until
 
 Row = dict[str, Any]
 LONG = ("llama-3-8b", 64)

@@ -9,16 +9,13 @@ new tokens of one. Both see the same memory as slices and as contiguous layers, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, record
-from decode import MODELS, Decode
-from prefill import Case
-from slices import Memory, Shape, time_calls
+from .decode import MODELS, Decode
+from .prefill import Case
+from .support.common import parser, progress, record
+from .support.slices import Memory, Shape, time_calls
 
 NEEDS_GPU = True
 Row = dict[str, Any]

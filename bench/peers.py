@@ -17,19 +17,17 @@ import functools
 import gc
 import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from batching import serve_slicedkv, serve_transformers
-from child import in_child
-from common import parser, progress, record
-from growing import Kvcached, Sliced, replay
-from serving import Row, Workload, lengths, longest, model
-from spin import SHAPES, Device
+from .baselines.transformers_batching import serve_slicedkv, serve_transformers
+from .serving import Row, Workload, lengths, longest, model
+from .support.child import in_child
+from .support.common import parser, progress, record
+from .support.growing import Kvcached, Sliced, replay
+from .support.spin import SHAPES, Device
 
 NEEDS_GPU = True
 SHAPE = "llama-3-8b"

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, progress, record, time_cuda
-from slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
-
 from slicedkv.attention import Batch, open_backend
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
+
+from .support.common import parser, progress, record, time_cuda
+from .support.slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
 
 NEEDS_GPU = True
 Row = dict[str, Any]

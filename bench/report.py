@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from reporting import FIGURES, HEADLINES, PLOTS
-from reporting.figure import summarise
-from reporting.pages import results_page, with_figures
-from reporting.plots import draw, stale_plots
+from .reporting import FIGURES, HEADLINES, PLOTS
+from .reporting.figure import summarise
+from .reporting.pages import results_page, with_figures
+from .reporting.plots import draw, stale_plots
 
 BENCH = Path(__file__).parent
 RESULTS = BENCH / "results"

@@ -12,7 +12,6 @@ arxiv_long_offline, azure_2023_conv and sync_vs_async_trace, from CSV files or d
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -22,13 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, record
-from traces import FITS, Request, generate, read_trace
-
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 from slicedkv.integrations.transformers import attention_scale, cache_for_model
 from slicedkv.layout import align_up
+
+from .support.common import parser, percentiles, progress, record
+from .support.traces import FITS, Request, generate, read_trace
 
 NEEDS_GPU = True
 Row = dict[str, Any]
@@ -101,7 +99,7 @@ def open_engine(
     common = {"max_tokens_per_step": CHUNK, **options}
     config, slots = served.config, workload.slots
     if manager == "paged":
-        from paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer, which the others can do without
+        from .baselines.paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer
 
         shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
         layout = paged_layout(*shape, slots, max_seq_len)

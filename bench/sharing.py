@@ -11,22 +11,19 @@ are those of eight layers of Llama-3-8B with random weights: the whole model tak
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import parser, percentiles, progress, record
-from spin import SHAPES, Device
-
 from slicedkv import SlicedKVCache
 from slicedkv.engine import Engine, SamplingParams
 from slicedkv.engine.prefix_index import PrefixIndex
+
+from .support.common import parser, percentiles, progress, record
+from .support.spin import SHAPES, Device
 
 Row = dict[str, Any]
 SHARERS = 64
@@ -200,7 +197,7 @@ def first_tokens(engine: Engine, vocabulary: int, tokens: int, repeats: int) -> 
 
 def engine_rows(setting: Setting) -> Iterator[Row]:
     """First tokens of eight layers of Llama-3-8B, with prefixes of all lengths."""
-    from engine_step import LAYERS, model
+    from .engine_step import LAYERS, model
 
     longest = setting.lengths[-1] + 2048
     options: dict[str, Any] = {

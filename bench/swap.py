@@ -11,18 +11,16 @@ bytes are there. The pages of a request that left are still mapped when it comes
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from common import parser, progress, record
-from spin import SHAPES, Device
 
 from slicedkv import SlicedKVCache
+
+from .support.common import parser, progress, record
+from .support.spin import SHAPES, Device
 
 Row = dict[str, Any]
 PIECE_BYTES = 32 << 10

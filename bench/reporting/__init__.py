@@ -5,7 +5,7 @@ To report a new one, give it a module with `FIGURES` (and `PLOTS`) and name it b
 
 from __future__ import annotations
 
-from reporting import attention, footprint, mapper, page_size, peers, serving, sharing, swap
+from . import attention, footprint, mapper, page_size, peers, serving, sharing, swap
 
 __all__ = ["FIGURES", "HEADLINES", "PLOTS"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from reporting.figure import Figure, Row, most, rows_with
-from reporting.plots import Plot
+from .figure import Figure, Row, most, rows_with
+from .plots import Plot
 
 DECODE, PREFILL, APPEND, ENGINE = (f"{name}-h200.json" for name in ("decode", "prefill", "append", "engine_step"))
 LONG = 32_768

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from reporting.figure import Figure, Row, rows_with
-from reporting.plots import Plot
+from .figure import Figure, Row, rows_with
+from .plots import Plot
 
 SOURCE = "footprint-host.json"
 SLICED, INTERLEAVED = "sliced, 2 MiB pages (measured)", "interleaved, 2 MiB pages (measured)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reporting.figure import Figure, most
+from .figure import Figure, most
 
 DRIVER_PAUSES = (
     "Now and then a driver call takes 5 ms and more instead of 0.05: 5 of 40,000 mappings in a process that did "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reporting.figure import Row, rows_with
-from reporting.plots import Plot
+from .figure import Row, rows_with
+from .plots import Plot
 
 SOURCE = "page_size-h200.json"
 PIECES = {1: "pages of 2 MiB", 16: "extents of 32 MiB"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reporting.figure import Figure, Row, reached, rows_with
-from reporting.plots import Plot, drawable
+from .figure import Figure, Row, reached, rows_with
+from .plots import Plot, drawable
 
 __all__ = ["results_page", "with_figures"]
 

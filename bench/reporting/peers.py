@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reporting.figure import Figure, Row, most, rows_with
-from reporting.plots import Plot
+from .figure import Figure, Row, most, rows_with
+from .plots import Plot
 
 SOURCE = "peers-h200.json"
 OURS, KVCACHED = "slicedkv, background", "kvcached"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reporting.figure import Row
+from .figure import Row
 
 __all__ = ["Plot", "draw", "stale_plots"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reporting.figure import Figure, Row, most, rows_with
-from reporting.plots import Plot
+from .figure import Figure, Row, most, rows_with
+from .plots import Plot
 
 LONG, CHAT, STEPS = (f"serving_{name}-h200.json" for name in ("long", "chat", "steps"))
 MAPPERS = (("_sync", "#d9534f", "mapped inside the step"), ("", "#337ab7", "mapped beside it"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reporting.figure import Figure, Row, rows_with
+from .figure import Figure, Row, rows_with
 
 SOURCE = "sharing-h200.json"
 LONG = 32_768

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reporting.figure import Figure, most, rows_with
+from .figure import Figure, most, rows_with
 
 SOURCE = "swap-h200.json"
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from common import time_cuda
 from torch import Tensor
 
 from slicedkv import SlicedKVCache
+
+from .common import time_cuda
 
 MIN_BYTES = 768 << 20
 """What one timing reads at least: many times the GPU's L2, so that nothing is there from the time before."""

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from common import percentiles
-from spin import Device
 
 import slicedkv
 from slicedkv import SlicedKVCache
+
+from .common import percentiles
+from .spin import Device
 
 Row = dict[str, Any]
 BLOCK_TOKENS = 16

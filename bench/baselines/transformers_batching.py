@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import transformers
-from serving import Clock, Row, Workload, longest, open_engine, prompts, submit, token_bytes, warm_up
-from traces import Request
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 
 import slicedkv
+
+from ..serving import Clock, Row, Workload, longest, open_engine, prompts, submit, token_bytes, warm_up
+from ..support.traces import Request
 
 TOKENS_PER_STEP = 8192
 """What one step computes at most, in both engines."""

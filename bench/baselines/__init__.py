@@ -1,0 +1,1 @@
+"""What slicedkv is compared with, and the workloads that both sides serve."""

@@ -1,0 +1,1 @@
+"""Tools of the measurements, which know nothing about the questions."""
