@@ -1,6 +1,6 @@
 """Is appending to slices as fast as a plain copy of as many bytes, and is rotary embedding free on the way?
 
-python bench/append.py [--quick]
+python -m bench.append [--quick]
 
 Rows of a packed batch go to one layer of Llama-3-8B's shape, as decode (many requests, one token each) and as prefill.
 Every call of a timing has its own source and its own target. Without prompts no ends of lanes are given, as by the

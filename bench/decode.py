@@ -1,6 +1,6 @@
 """Is decode over slices as fast as over anything else, and near the memory's limit?
 
-python bench/decode.py [--quick] [--tune]
+python -m bench.decode [--quick] [--tune]
 
 Every shape is timed on slices, on contiguous layers and, if FlashInfer is installed, by FlashInfer on slices and on a
 paged cache with shuffled pages of 16 tokens. All are CUDA graphs over many layers. `--tune` instead searches launch

@@ -1,6 +1,6 @@
 """What a decode step of the engine costs the host, and how much of its GPU time is attention.
 
-    python bench/engine_step.py [--quick]
+    python -m bench.engine_step [--quick]
 
 Eight layers of Llama-3-8B's shape with random weights serve 64 requests; steps in which all of them decode are counted.
 """
@@ -16,6 +16,7 @@ import transformers
 from slicedkv.attention import Batch
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 
+from .baselines.workloads import model
 from .support.common import parser, progress, record, time_cuda
 
 Row = dict[str, Any]
@@ -23,21 +24,6 @@ NEEDS_GPU = True
 REQUESTS, PROMPT, LAYERS = 64, 1024, 8
 VARIANTS = (("triton", True), ("triton", False), ("flashinfer", True), ("flashinfer", False), ("auto", True))
 """Attention backend, and whether steps are CUDA graphs."""
-
-
-def model() -> transformers.PreTrainedModel:
-    """Eight layers of Llama-3-8B."""
-    config = transformers.LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=LAYERS,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, rope_theta=500_000.0,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        found = transformers.LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-    return found
 
 
 def measure(served: transformers.PreTrainedModel, backend: str, graphs: bool, steps: int) -> Row:
@@ -102,7 +88,7 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
-    served, steps = model(), 40 if options.quick else 200
+    served, steps = model("cuda", LAYERS), 40 if options.quick else 200
     record("engine_step", options, (measure(served, *variant, steps) for variant in VARIANTS))
 
 

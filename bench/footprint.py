@@ -1,6 +1,6 @@
 """What does each layout hold beyond the tokens of its requests, and how many requests fit?
 
-python bench/footprint.py [--trace CSV ...] [--quick] [--only waste replay batch serve memory] [--fit]
+python -m bench.footprint [--trace CSV ...] [--quick] [--only waste replay batch serve memory] [--fit]
 
 Traces of requests go through the real cache: on the driver without memory for `waste`, `replay`, `batch` and `serve`,
 on the device's own memory for `memory`. Columns marked "modelled" are arithmetic. Without `--trace`, requests are drawn
@@ -26,7 +26,7 @@ from slicedkv.errors import SlicedKVError
 from slicedkv.layout import KVLayout
 from slicedkv.vmm import open_driver
 
-from .support.common import parser, progress, show, write_result
+from .support.common import command, parser, progress, show, write_result
 from .support.layouts import Shape, layouts, modelled, shapes
 from .support.replay import GROUP, Books, Moment, Profile, largest_batch, measure_profile, replay, serve, shape_options
 from .support.spin import Device
@@ -282,9 +282,8 @@ def measure(options: argparse.Namespace) -> int:
         progress("interrupted; writing the parts that are complete")
         code = 130
     partial = [] if options.only == list(PARTS) else options.only
-    command = " ".join(["python bench/footprint.py", *(f"--trace {path.name}" for path in options.trace)])
-    more = {"command": command + (" --quick" if options.quick else "")}
-    print(write_result("_".join(["footprint", *partial]), options, rows, **more))
+    words = [command(), *(f"--trace {path.name}" for path in options.trace), *(["--quick"] if options.quick else [])]
+    print(write_result("_".join(["footprint", *partial]), options, rows, command=" ".join(words)))
     return code
 
 

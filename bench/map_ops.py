@@ -1,6 +1,6 @@
 """What each driver call costs, and how long the slowest take.
 
-    python bench/map_ops.py [--device cuda] [--quick]
+    python -m bench.map_ops [--device cuda] [--quick]
 
 First the growth of one request in each layout. Then calls, made singly and timed one by one; `slow` counts those of
 more than 5 ms. Beside them a process that does nothing but look at the clock tells how long the machine itself stops

@@ -1,6 +1,6 @@
 """How well does the mapper hide mapping? Stalls in steady decode, throughput, cold prompts, cost of `step`, jitter.
 
-python bench/mapper.py [--device cuda] [--quick] [--only stalls throughput prompts step jitter]
+python -m bench.mapper [--device cuda] [--quick] [--only stalls throughput prompts step jitter]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What does slicing cost the kernels as the cache grows, on pages of 2 MiB and on extents of 32 MiB?
 
-python bench/page_size.py [--quick]
+python -m bench.page_size [--quick]
 
 A layer's slice lies all over the cache, contiguous layers do not, so a call over slices walks as many addresses as the
 cache has: that is what the GPU's address translation may feel. Decode reads 16 equal requests, prefill computes 2,048

@@ -1,6 +1,6 @@
 """How does slicedkv compare with other projects: transformers' continuous batching, and kvcached's allocator?
 
-    python bench/peers.py [--trace CSV ...] [--quick]
+    python -m bench.peers [--trace CSV ...] [--quick]
 
 The same model (Llama-3-8B with random weights), requests and memory for K and V through transformers' own continuous
 batching and through slicedkv's engine: tokens per second and peak memory. The same requests, growing token by token,
@@ -8,7 +8,7 @@ through kvcached's allocator and through a `SlicedKVCache`: microseconds and byt
 as long for the first. A peer that cannot be measured is a row that says why.
 
 Beside a torch that brings a C++ library of its own kvcached may die while it prints. It did here, and did not with the
-system's: `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6 python bench/peers.py`.
+system's: `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6 python -m bench.peers`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 
+from .baselines.kvcached import Kvcached
 from .baselines.transformers_batching import serve_slicedkv, serve_transformers
-from .serving import Row, Workload, lengths, longest, model
+from .baselines.workloads import Row, Workload, lengths, longest, model
 from .support.child import in_child
 from .support.common import parser, progress, record
-from .support.growing import Kvcached, Sliced, replay
+from .support.growing import Sliced, replay
 from .support.spin import SHAPES, Device
 
 NEEDS_GPU = True

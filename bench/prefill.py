@@ -1,6 +1,6 @@
 """Is prefill over slices as fast as over contiguous or paged memory, and by which kernel?
 
-python bench/prefill.py [--quick] [--tune]
+python -m bench.prefill [--quick] [--tune]
 
 Prompts and chunks on a cached prefix, causal: our Triton kernel on slices and on contiguous layers and, if FlashInfer
 is installed, the library's backend over it, its `single_prefill` on both, and its kernel for pages on slices and on

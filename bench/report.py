@@ -1,6 +1,6 @@
 """Make `results/summary.json`, plots, `RESULTS.md` and README's table of figures from the results that are there.
 
-    python bench/report.py [--check]
+    python -m bench.report [--check]
 
 Nothing is measured here. `--check` changes nothing and fails when a file would change. What is reported is in
 `reporting/`.

@@ -1,7 +1,7 @@
 """What does sharing a prefix cost, and what does it save? Time of a hit and of a fork, memory of many sharers, and on a
 GPU the time to the first token of an engine that has a prefix already.
 
-    python bench/sharing.py [--device cuda] [--quick]
+    python -m bench.sharing [--device cuda] [--quick]
 
 A hit is `share_prefix` into an empty slot, `done` the moment when its copy of the last rows is over; handles for those
 rows are ready in the pool, but for the first. On the host the model has 4 layers, so that the memory is real there too.
@@ -27,6 +27,7 @@ from .support.spin import SHAPES, Device
 
 Row = dict[str, Any]
 SHARERS = 64
+LAYERS = 8
 HOST_SHAPE = (4, 8, 128)
 
 
@@ -197,7 +198,7 @@ def first_tokens(engine: Engine, vocabulary: int, tokens: int, repeats: int) -> 
 
 def engine_rows(setting: Setting) -> Iterator[Row]:
     """First tokens of eight layers of Llama-3-8B, with prefixes of all lengths."""
-    from .engine_step import LAYERS, model
+    from .baselines.workloads import model
 
     longest = setting.lengths[-1] + 2048
     options: dict[str, Any] = {
@@ -206,7 +207,7 @@ def engine_rows(setting: Setting) -> Iterator[Row]:
         "memory_limit": 24 << 30,
         "max_tokens_per_step": 8192,
     }
-    with Engine(served := model(), prefix_cache=1.0, **options) as engine:
+    with Engine(served := model("cuda", LAYERS), prefix_cache=1.0, **options) as engine:
         layout = engine.cache.layout
         shape = {"layers": LAYERS, "kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
         about = {"measure": "first_token", **shape, "backend": engine.backend.name}

@@ -1,6 +1,6 @@
 """How fast a request goes to host memory and comes back, and a whole cache is paused and resumed.
 
-    python bench/swap.py [--device cuda] [--quick]
+    python -m bench.swap [--device cuda] [--quick]
 
 Beside each swap, in turn with it: one plain copy of the same bytes between one tensor and pinned host memory, and the
 same bytes in pieces of 32 KiB, one copy each, as a cache of small groups of tokens would send them. Times end when the

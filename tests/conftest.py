@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from fake_torch_cuda import FakeTorchCuda
 from slicedkv.vmm import native
 from slicedkv.vmm.cuda import CudaDriver
 from slicedkv.vmm.cuda.streams import TorchStreams
+
+# So that tests find `bench`. Last, for in front `triton_kernels` would hide another package of that name.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 def pytest_configure(config: pytest.Config) -> None:

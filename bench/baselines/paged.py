@@ -19,6 +19,8 @@ from slicedkv.attention.batch import PADDED, Lane
 from slicedkv.attention.flashinfer import WrapperPlans
 from slicedkv.layout import KVLayout
 
+from ..support.common import ceil_div
+
 PAGE_TOKENS = 16
 _WORKSPACE_BYTES = 256 << 20
 _NOBODYS = np.zeros(1, np.int32)
@@ -44,7 +46,7 @@ class PagedCache:
         self.pages = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(layout.num_layers)
         ]
-        self._tables = np.zeros((layout.max_batch_size, -(-layout.max_seq_len // PAGE_TOKENS)), np.int32)
+        self._tables = np.zeros((layout.max_batch_size, _pages(layout.max_seq_len)), np.int32)
         self._counts = [0] * layout.max_batch_size
         self._free = list(range(self.num_pages, 0, -1))
         self._idle = list(range(layout.max_batch_size - 1, -1, -1))
@@ -209,7 +211,7 @@ class PagedBackend(AttentionBackend):
 
 
 def _pages(seq_len: int) -> int:
-    return -(-seq_len // PAGE_TOKENS)
+    return ceil_div(seq_len, PAGE_TOKENS)
 
 
 def _table(lanes: list[_Row]) -> tuple[Tensor, Tensor, Tensor]:

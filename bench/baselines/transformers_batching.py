@@ -19,8 +19,8 @@ from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 
 import slicedkv
 
-from ..serving import Clock, Row, Workload, longest, open_engine, prompts, submit, token_bytes, warm_up
 from ..support.traces import Request
+from .workloads import Clock, Row, Workload, longest, open_engine, prompts, submit, token_bytes, warm_up
 
 TOKENS_PER_STEP = 8192
 """What one step computes at most, in both engines."""

@@ -21,7 +21,7 @@ import torch
 
 from slicedkv.vmm import native
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 _PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers", "kvcached")
 
 
@@ -102,7 +102,7 @@ def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str
         "versions": versions(),
         "date": date.today().isoformat(),
         "commit": options.commit or commit(),
-        "command": f"python bench/{Path(sys.argv[0]).name}" + (" --quick" if options.quick else ""),
+        "command": command() + (" --quick" if options.quick else ""),
         **more,
         "rows": list(rows),
     }
@@ -111,6 +111,11 @@ def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str
     written = path.with_suffix(".part")
     written.write_text(json.dumps(result, indent=1) + "\n")
     return written.replace(path)
+
+
+def command() -> str:
+    """What runs the measurement that is running, without its arguments."""
+    return f"python -m bench.{Path(sys.argv[0]).stem}"
 
 
 @cache
@@ -148,6 +153,11 @@ def copy_rate(num_bytes: int = 4 << 30) -> float:
     return 2 * num_bytes / time_cuda(lambda: target.copy_(source))
 
 
+def ceil_div(value: int, divisor: int) -> int:
+    """The quotient rounded up."""
+    return -(-value // divisor)
+
+
 def percentiles(values: Sequence[float], *shares: float) -> list[float]:
     """The values below which these shares of all lie."""
     ordered = sorted(values)
@@ -167,7 +177,8 @@ def progress(text: str) -> None:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Arguments that every benchmark has."""
-    found = argparse.ArgumentParser(description=description)
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser(prog=command(), description=description, formatter_class=raw)
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     found.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     found.add_argument("--commit", help="the commit measured, where git does not tell")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[3] / "bench"
+from bench.support.common import record
+
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"measure": "one", "us": 1.5, "series": {"x": [1]}}, {"measure": "two", "us": 2.5}]
-
-
-@pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("common")
 
 
 def options(folder: Path) -> SimpleNamespace:
@@ -34,7 +29,7 @@ def written(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_rows_are_shown_and_written_as_they_come(common: ModuleType, tmp_path: Path, capsys) -> None:
+def test_rows_are_shown_and_written_as_they_come(tmp_path: Path, capsys) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield ROWS[0]
         found = written(tmp_path)
@@ -43,7 +38,7 @@ def test_rows_are_shown_and_written_as_they_come(common: ModuleType, tmp_path: P
         yield ROWS[1]
 
     numbered = lambda found: [row | {"of": len(found)} for row in found]  # noqa: E731
-    common.record("name", options(tmp_path), rows(), finish=numbered, rate=3)
+    record("name", options(tmp_path), rows(), finish=numbered, rate=3)
     found = written(tmp_path)
     assert found["rows"] == [row | {"of": 2} for row in ROWS]
     assert found["rate"] == 3
@@ -52,13 +47,13 @@ def test_rows_are_shown_and_written_as_they_come(common: ModuleType, tmp_path: P
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_was_measured_outlives_what_ends_the_rest(common: ModuleType, tmp_path: Path, error: type) -> None:
+def test_what_was_measured_outlives_what_ends_the_rest(tmp_path: Path, error: type) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield from ROWS
         raise error
 
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error) as caught:
-        common.record("name", options(tmp_path), rows())
+        record("name", options(tmp_path), rows())
     assert getattr(caught.value, "code", 130) == 130
     assert (written(tmp_path)["rows"], written(tmp_path)["complete"]) == (ROWS, False)
 
@@ -69,8 +64,8 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
         import os, sys
         from pathlib import Path
         from types import SimpleNamespace
-        sys.path.insert(0, {str(BENCH)!r})
-        from common import record
+        sys.path.append({str(ROOT)!r})
+        from bench.support.common import record
         def rows():
             yield {{"measure": "one"}}
             os.kill(os.getpid(), 9)

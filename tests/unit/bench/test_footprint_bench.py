@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from bench import footprint
+from bench.support.layouts import LAYOUTS, layout_of, layouts, shapes
+from bench.support.replay import GROUP, Books, Profile, largest_batch, measure_profile, replay, serve
+from bench.support.traces import FITS, Request, Trace, fit, generate, read_trace
 from slicedkv.errors import ConfigError, OutOfPagesError
 from slicedkv.layout import KVLayout
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-import footprint
-from layouts import LAYOUTS, layout_of, layouts, shapes
-from replay import GROUP, Books, Profile, largest_batch, measure_profile, replay, serve
-from traces import FITS, Request, Trace, fit, generate, read_trace
 
 MIB = 1 << 20
 LLAMA = (32, 8, 128)
@@ -246,7 +243,7 @@ def run_bench(monkeypatch, tmp_path, *words: str) -> tuple[int, dict]:
 
 def test_all_parts_on_the_host(monkeypatch, tmp_path):
     code, result = run_bench(monkeypatch, tmp_path)
-    assert (code, result["command"]) == (0, "python bench/footprint.py --trace tiny.csv --quick")
+    assert (code, result["command"]) == (0, "python -m bench.footprint --trace tiny.csv --quick")
     rows = result["rows"]
     measures = {row["measure"] for row in rows}
     assert measures == {*WASTE, "replay", "largest_batch", "serve", "memory"}

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import fake_kvcached
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[3] / "bench"
+import bench.peers
+from bench.baselines import transformers_batching as batching
+from bench.reporting.figure import summarise
+from bench.reporting.peers import FIGURES, KVCACHED, OURS, SOURCE
+from bench.support import spin
+from bench.support.child import in_child
+from bench.support.traces import Request
+
 SHAPE = (2, 2, 16)
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
-MODULES = ("peers", "batching", "child", "growing", "serving", "spin")
 
 
 @pytest.fixture
 def peers(monkeypatch) -> ModuleType:
     """The benchmark, with a small shape and steps that take no time."""
-    monkeypatch.syspath_prepend(BENCH)
-    found = importlib.import_module("peers")
-    monkeypatch.setattr(sys.modules["spin"], "STEP_S", 0.0)
-    monkeypatch.setitem(found.SHAPES, found.SHAPE, SHAPE)
-    yield found
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    monkeypatch.setattr(spin, "STEP_S", 0.0)
+    monkeypatch.setitem(spin.SHAPES, bench.peers.SHAPE, SHAPE)
+    return bench.peers
 
 
 def requests_of(*lengths: tuple[int, int]) -> list:
-    return [sys.modules["traces"].Request(*pair) for pair in lengths]
+    return [Request(*pair) for pair in lengths]
 
 
 def test_both_engines_serve_the_same_tokens(peers, tiny_model):
-    batching = sys.modules["batching"]
     model = tiny_model("llama", torch.float32, head_dim=16)
     requests = requests_of((15, 9), (14, 3), (15, 5), (33, 7), (3, 9))
     workload = peers.Workload("azure_2023_conv", 5, 1.0, 3, 16 << 20)
@@ -54,8 +53,7 @@ def test_both_engines_serve_the_same_tokens(peers, tiny_model):
     assert "sdpa" in model.config._attn_implementation
 
 
-def test_a_manager_that_fails_is_not_waited_for(peers, monkeypatch):
-    batching = sys.modules["batching"]
+def test_a_manager_that_fails_is_not_waited_for(monkeypatch):
     running, result, stops = [True], [None], []
     manager = SimpleNamespace(
         add_request=lambda *_, **__: "a",
@@ -141,18 +139,16 @@ def test_a_failure_is_one_line_and_the_rest_is_measured(peers, monkeypatch, tmp_
     assert len(json.loads((tmp_path / "peers-host.json").read_text())["rows"]) == len(found) == 5
 
 
-def test_the_faster_kernels_are_kept(peers):
+def test_the_faster_kernels_are_kept():
     former = torch.backends.cuda.cudnn_sdp_enabled()
     trial = lambda: time.sleep(0.05 * torch.backends.cuda.cudnn_sdp_enabled())  # noqa: E731
-    with sys.modules["batching"].faster_kernels(trial) as kernels:
+    with batching.faster_kernels(trial) as kernels:
         assert kernels == "off"
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == former
 
 
-def test_a_child_may_answer_raise_die_or_hang(monkeypatch):
-    monkeypatch.syspath_prepend(BENCH)
-    in_child = importlib.import_module("child").in_child
+def test_a_child_may_answer_raise_die_or_hang():
     assert in_child(dict, [("measure", "x")]) == {"measure": "x"}
     with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
         in_child(int, "x")
@@ -163,10 +159,6 @@ def test_a_child_may_answer_raise_die_or_hang(monkeypatch):
 
 
 def test_figures_of_what_was_measured() -> None:
-    sys.path.insert(0, str(BENCH))
-    from reporting.figure import summarise
-    from reporting.peers import FIGURES, KVCACHED, OURS, SOURCE
-
     serving = {"measure": "serving", "tokens_per_s": 30.0, "peak_beside_weights_gb": 2.0}
     growing = {"measure": "growing", "decode_us_p99": 9.0, "free_us_p50": 4.0, "held_per_used": 1.25}
     rows = [serving | {"engine": "slicedkv"}, serving | {"engine": "transformers", "tokens_per_s": 20.0}]

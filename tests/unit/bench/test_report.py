@@ -7,19 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-from reporting import FIGURES, PLOTS
-from reporting.figure import Figure, most, reached, summarise
-from reporting.footprint import INTERLEAVED, SLICED, SMALL, SOURCE
-from reporting.pages import results_page, with_figures
-from reporting.plots import draw, drawable, stale_plots
+from bench.reporting import FIGURES, PLOTS
+from bench.reporting.figure import Figure, most, reached, summarise
+from bench.reporting.footprint import INTERLEAVED, SLICED, SMALL, SOURCE
+from bench.reporting.pages import results_page, with_figures
+from bench.reporting.plots import draw, drawable, stale_plots
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMON = {"machine": {"name": "m"}, "versions": {"python": "3"}, "date": "2026-01-01", "commit": "c", "command": "run"}
 
 
 def test_report_and_readme_are_made_from_the_committed_results() -> None:
-    done = subprocess.run([sys.executable, "bench/report.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "bench.report", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

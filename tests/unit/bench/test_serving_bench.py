@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import fake_flashinfer
 import pytest
 import torch
 
+from bench.baselines import workloads
+from bench.support.traces import Request
 from slicedkv.engine import Engine, SamplingParams
 from slicedkv.errors import ConfigError
 from slicedkv.integrations.transformers import cache_for_model
-
-BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
 @pytest.fixture
 def serving(monkeypatch) -> ModuleType:
     """The benchmark over a stand-in for FlashInfer."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    monkeypatch.syspath_prepend(BENCH)
-    yield importlib.import_module("serving")
-    for name in ("serving", "paged", "slicedkv.attention.flashinfer"):
+    yield importlib.import_module("bench.serving")
+    for name in ("bench.baselines.paged", "slicedkv.attention.flashinfer"):
         sys.modules.pop(name, None)
 
 
@@ -52,9 +50,9 @@ def test_every_manager_gives_the_same_tokens(serving, tiny_model, manager):
 
 
 def test_a_measurement_tells_throughput_and_steps(serving, tiny_model, monkeypatch):
-    monkeypatch.setattr(serving, "POINTS", 4)
+    monkeypatch.setattr(workloads, "POINTS", 4)
     model = tiny_model("llama", torch.float32, head_dim=16)
-    requests = [serving.Request(prompt, tokens) for prompt, tokens in ((20, 9), (3, 12), (31, 5))]
+    requests = [Request(prompt, tokens) for prompt, tokens in ((20, 9), (3, 12), (31, 5))]
     managers = ("sliced", "sliced_sync", "paged")
     workload = serving.Workload("azure_2023_conv", 3, 1.0, 2, 64 << 20, managers)
     monkeypatch.setattr(serving, "lengths", lambda *_: requests)
@@ -70,17 +68,17 @@ def test_a_measurement_tells_throughput_and_steps(serving, tiny_model, monkeypat
         assert row["vs_paged"] == pytest.approx(row["tokens_per_s"] / found[-1]["tokens_per_s"])
 
 
-def test_thinned_keeps_every_spike(serving, monkeypatch):
-    monkeypatch.setattr(serving, "POINTS", 3)
-    assert serving.thinned([1, 1, 9, 2, 1, 1, 7]) == [9, 2, 7]
+def test_thinned_keeps_every_spike(monkeypatch):
+    monkeypatch.setattr(workloads, "POINTS", 3)
+    assert workloads.thinned([1, 1, 9, 2, 1, 1, 7]) == [9, 2, 7]
 
 
-def test_requests_are_the_traces(serving, tmp_path):
+def test_requests_are_the_traces(tmp_path):
     path = tmp_path / "azure_2023_conv.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n1,7,1\n2,50,5\n")
-    found = serving.lengths(serving.Workload("azure_2023_conv", 2, 0.5, 1, 1), [path])
+    found = workloads.lengths(workloads.Workload("azure_2023_conv", 2, 0.5, 1, 1), [path])
     assert [tuple(request) for request in found] == [(50, 5), (4, 1)]
-    drawn = serving.lengths(serving.Workload("arxiv_long_offline", 5, 0.25, 1, 1), [path])
+    drawn = workloads.lengths(workloads.Workload("arxiv_long_offline", 5, 0.25, 1, 1), [path])
     assert len(drawn) == 5
     assert all(63_862 // 4 <= request.prompt_tokens <= 192_786 // 4 for request in drawn)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-import sharing
-from reporting import FIGURES
-from reporting.figure import summarise
-from reporting.sharing import SOURCE
-from spin import Device
+from bench import sharing
+from bench.reporting import FIGURES
+from bench.reporting.figure import summarise
+from bench.reporting.sharing import SOURCE
+from bench.support.spin import Device
 
 
 def test_prefixes_are_unknown_then_shared_then_gone_on_with(make_engine, tiny_model):

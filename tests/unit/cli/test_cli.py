@@ -212,10 +212,11 @@ def test_bench_runs_a_script_with_its_arguments(capsys, monkeypatch, tmp_path):
     script = 'import sys\n\nif __name__ == "__main__":\n    print(sys.argv[1:])\n'
     (tmp_path / "echo.py").write_text(script)
     monkeypatch.setattr(slicedkv.cli.bench, "FOLDER", tmp_path)
-    before = sys.argv
+    before, path = sys.argv, sys.path[:]
     assert main(["bench", "echo", "--quick", "x"]) == 0
     assert capsys.readouterr().out == "['--quick', 'x']\n"
     assert sys.argv is before
+    assert sys.path == path
 
 
 def bench_folder(monkeypatch, tmp_path, **scripts: str) -> None:
