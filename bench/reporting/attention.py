@@ -34,8 +34,8 @@ FIGURES = (
         DECODE,
         "x",
         ">= 1.05",
-        "decode over slices against FlashInfer over a paged cache with shuffled pages of 16 tokens, speed over all "
-        "shapes",
+        "decode speed over slices against FlashInfer over a paged cache with shuffled pages of 16 tokens, geometric "
+        "mean of all shapes",
         geomean("vs_flashinfer_paged"),
     ),
     Figure(
@@ -43,7 +43,7 @@ FIGURES = (
         DECODE,
         "x",
         ">= 0.97",
-        "the same, worst shape",
+        "decode speed over slices against FlashInfer over a paged cache with shuffled pages of 16 tokens, worst shape",
         least("vs_flashinfer_paged"),
     ),
     Figure(
@@ -51,17 +51,15 @@ FIGURES = (
         DECODE,
         "x",
         ">= 0.98",
-        "decode over slices against the same kernel over contiguous layers, worst shape",
+        "decode speed over slices against the same kernel over contiguous layers, worst shape",
         least("vs_per_layer"),
-        "This is what slicing costs on this GPU, 4 % over all shapes: a tile of 64 tokens lies in 64 pieces of 256 to "
-        "2,048 bytes over two pages or more instead of in one piece. The worst was 0.91 to 0.92 in earlier runs.",
     ),
     Figure(
         "decode.copy_rate_share",
         DECODE,
         "of the copy rate",
         ">= 0.92",
-        "bytes read per second where a layer holds 512 MiB and more, worst shape",
+        "bytes that decode reads per second, worst shape whose layers hold 512 MiB and more",
         least("copy_rate_share", lambda row: bool(row["large"])),
     ),
     Figure(
@@ -69,8 +67,8 @@ FIGURES = (
         PREFILL,
         "x",
         ">= 1.1",
-        "prefill over slices, the faster adapter, against FlashInfer's third kernels over a paged cache, from 32,768 "
-        "tokens on, worst case",
+        "prefill speed over slices, the faster backend, against FlashInfer's fa3 kernels over a paged cache, worst "
+        "case from 32,768 tokens on",
         least("best_adapter_vs_flashinfer_paged", lambda row: is_prompt(row) and row["length"] >= LONG),
     ),
     Figure(
@@ -78,18 +76,16 @@ FIGURES = (
         PREFILL,
         "x",
         ">= 1.0",
-        "the same from 2,048 tokens on",
+        "prefill speed over slices, the faster backend, against FlashInfer's fa3 kernels over a paged cache, worst "
+        "case from 2,048 tokens on",
         least("best_adapter_vs_flashinfer_paged", is_prompt),
-        "The worst case is four prompts of 2,048 tokens together. There both sides run the same kernel, ours over a "
-        "view of the slices as pages of 64 tokens; in the four such cases the ratio is 0.993 to 1.007, in an earlier "
-        "run it was 0.998 to 1.008.",
     ),
     Figure(
         "prefill.vs_contiguous_min",
         PREFILL,
         "x",
         ">= 0.97",
-        "prefill over slices against `single_prefill` over contiguous layers, worst case",
+        "prefill speed over slices, the faster backend, against `single_prefill` over contiguous layers, worst case",
         least("best_adapter_vs_single_contiguous", is_prompt),
     ),
     Figure(
@@ -105,7 +101,7 @@ FIGURES = (
         APPEND,
         "of append's time",
         "<= 0.1",
-        "what rotary embedding of K on the way adds, from 2,048 rows on, worst case",
+        "what rotary embedding of K adds to an append of 2,048 rows and more, worst case",
         lambda rows: max(row["rotary_cost"] for row in rows if row["tokens"] >= 2048),
     ),
     Figure(
@@ -121,7 +117,7 @@ FIGURES = (
         ENGINE,
         "of GPU time",
         "",
-        "append and attention in that step, at some 1,200 tokens a request",
+        "append and attention in the engine's decode step, 64 requests of some 1,200 tokens, 8 layers of Llama-3-8B",
         most("attention_share", backend="auto", graphs=True),
     ),
 )

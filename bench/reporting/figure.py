@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Figure", "Row", "most", "reached", "rows_with", "summarise"]
+__all__ = ["Figure", "Row", "missed", "most", "reached", "reason", "rows_with", "summarise"]
 
 Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
     """One headline figure: where it comes from and what it should reach.
+
+    The result that misses a goal says why, under "reasons". Measured anew it says nothing: no reason outlives what it
+    explains.
 
     Attributes
     ----------
@@ -23,8 +26,6 @@ class Figure(NamedTuple):
         The goal is ">= 60", "<= 1.0", or "" where the value is only reported.
     pick : callable
         The value, from the rows of the file; `ValueError` when they do not hold it.
-    why_not : str
-        Why the goal was not reached; shown only then.
     kind : {"measured", "modelled"}
     """
 
@@ -34,7 +35,6 @@ class Figure(NamedTuple):
     goal: str
     meaning: str
     pick: Callable[[list[Row]], float]
-    why_not: str = ""
     kind: Literal["measured", "modelled"] = "measured"
 
 
@@ -54,6 +54,20 @@ def reached(value: float, goal: str) -> bool:
         return True
     sign, bound = goal.split()
     return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+def missed(figures: Iterable[Figure], summary: dict[str, Row]) -> list[Figure]:
+    """The figures that were measured and did not reach their goal."""
+    return [
+        figure
+        for figure in figures
+        if figure.name in summary and not reached(summary[figure.name]["value"], figure.goal)
+    ]
+
+
+def reason(figure: Figure, results: dict[str, Row]) -> str:
+    """Why a goal was missed, as the result says; "" where it does not."""
+    return str(results[figure.source].get("reasons", {}).get(figure.name, ""))
 
 
 def summarise(figures: Iterable[Figure], results: dict[str, Row]) -> dict[str, Row]:

@@ -25,7 +25,7 @@ FIGURES = (
         SOURCE,
         "x",
         "<= 1.0",
-        "waste of a request, sliced, over that with 64 KiB pages per layer; the worst of all shapes and traces",
+        "waste of a request, sliced, over that with 64 KiB pages per layer, worst shape and trace",
         ratio(max, "waste_mib", (SLICED,)),
     ),
     Figure(
@@ -33,18 +33,16 @@ FIGURES = (
         SOURCE,
         "x",
         "<= 0.5",
-        "waste of a request, interleaved, over that with 64 KiB pages per layer; the worst of all shapes and traces",
+        "waste of a request, interleaved, over that with 64 KiB pages per layer, worst shape and trace",
         ratio(max, "waste_mib", (INTERLEAVED,)),
-        "With 32 layers, 64 pages of 64 KiB are two of 2 MiB: interleaved can save half and no more, and does on "
-        "average. With one KV head a page holds 128 tokens (256 small), so the lengths of a trace do not fall evenly "
-        "into pages: those of azure_2023_conv happen to suit the small pages. From 60 layers on it is at most 0.29.",
     ),
     Figure(
         "footprint.batch_vs_small_page_min",
         SOURCE,
         "x",
         ">= 1.0",
-        "requests that fit in 40 GB, sliced or interleaved, over those with 64 KiB pages per layer; the worst of all",
+        "requests that fit in 40 GB, sliced or interleaved, over those with 64 KiB pages per layer, worst shape "
+        "and trace",
         ratio(min, "largest_batch", (SLICED, INTERLEAVED)),
     ),
 )

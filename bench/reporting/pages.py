@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .figure import Figure, Row, reached, rows_with
+from .figure import Figure, Row, missed, reached, reason
 from .plots import Plot, drawable
 
 __all__ = ["results_page", "with_figures"]
 
 MARKS = ("<!-- figures: made by bench/report.py -->", "<!-- end of figures -->")
+ABOUT = (
+    "`python -m bench.report` makes this page from the files in `results/`. Those hold every row that was measured. "
+    "Columns and layouts that say modelled are arithmetic; all else was measured."
+)
+MEASUREMENTS = (
+    "Each file tells machine, driver, versions, commit and command. `make bench NAME=mapper` measures one anew, "
+    "`slicedkv bench --list` tells what each is for."
+)
 
 
 def figure_table(figures: Sequence[Figure], summary: dict[str, Row], folder: str) -> str:
@@ -25,39 +33,36 @@ def figure_table(figures: Sequence[Figure], summary: dict[str, Row], folder: str
     return "\n".join(lines)
 
 
-def table(rows: list[Row]) -> str:
-    """Rows that share their columns as a Markdown table; series are for plots."""
-    columns = [name for name in rows[0] if name not in {"measure", "series"}]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = (f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in columns)
-        lines.append("| " + " | ".join(cells) + " |")
+def missed_list(figures: Sequence[Figure], results: dict[str, Row], summary: dict[str, Row]) -> str:
+    """The figures below their goals as a Markdown list, each with its reason."""
+    lines = []
+    for figure in missed(figures, summary):
+        entry = summary[figure.name]
+        value, why = f"{entry['value']:g} {figure.unit}", reason(figure, results) or "Nobody has said why yet."
+        lines.append(f"- {figure.meaning}: {value}, goal {figure.goal}. {why}")
+    return "\n".join(lines)
+
+
+def result_table(results: dict[str, Row]) -> str:
+    """Every result as a row of a Markdown table: the file that has its rows, and where they come from."""
+    lines = ["| rows | machine | date | commit |", "|---|---|---|---|"]
+    for name, result in results.items():
+        machine = ", ".join(result["machine"][key] for key in ("name", "processor") if key in result["machine"])
+        interrupted = "" if result.get("complete", True) else ", interrupted: rows are missing"
+        lines.append(f"| [{name}](results/{name}){interrupted} | {machine} | {result['date']} | {result['commit']} |")
     return "\n".join(lines)
 
 
 def results_page(
     figures: Sequence[Figure], plots: Sequence[Plot], results: dict[str, Row], summary: dict[str, Row]
 ) -> str:
-    """RESULTS.md: figures, goals that were not reached and why, then every row and plot."""
-    parts = ["# Results", "Made by `python bench/report.py` from the files in `results/`."]
-    parts.append("Everything was measured, but for columns and layouts that say modelled: those are arithmetic.")
-    parts += ["## Figures", figure_table(figures, summary, "")]
-    missed = [f for f in figures if f.name in summary and not reached(summary[f.name]["value"], f.goal)]
-    if missed:
-        parts.append("## Goals not reached")
-        parts.append("\n".join(f"- {f.meaning}: {summary[f.name]['value']:g} {f.unit}. {f.why_not}" for f in missed))
-    shown = [plot for plot, _ in drawable(plots, results)]
-    for name, result in results.items():
-        parts.append(f"## {name}")
-        machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-        versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-        parts.append(f"{machine}. {versions}. {result['date']}, commit {result['commit']}: `{result['command']}`")
-        if not result.get("complete", True):
-            parts.append("It was interrupted: rows are missing.")
-        parts.extend(f"![{plot.caption}](results/{plot.file})" for plot in shown if plot.source == name)
-        for measure in dict.fromkeys(row.get("measure", "") for row in result["rows"]):
-            parts.append(f"### {measure}" if measure else "### rows")
-            parts.append(table(rows_with(result["rows"], measure=measure) if measure else result["rows"]))
+    """RESULTS.md: figures, goals that were not reached and why, the files that have the rows, and the plots."""
+    parts = ["# Results", ABOUT, "## Figures", figure_table(figures, summary, "")]
+    if below := missed_list(figures, results, summary):
+        parts += ["## Goals not reached", below]
+    parts += ["## Measurements", MEASUREMENTS, result_table(results)]
+    if shown := [plot for plot, _ in drawable(plots, results)]:
+        parts += ["## Plots", *(f"![{plot.caption}](results/{plot.file})" for plot in shown)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -29,7 +29,7 @@ FIGURES = (
         SOURCE,
         "x",
         "",
-        "tokens per second of the engine over those of transformers' continuous batching with the attention it had, "
+        "tokens served per second over those of transformers' continuous batching with the attention that it picks, "
         "Llama-3-8B, the same requests and memory",
         ratio("tokens_per_s"),
     ),
@@ -38,7 +38,7 @@ FIGURES = (
         SOURCE,
         "x",
         "",
-        "most memory held beside the weights, over that of transformers",
+        "most memory held beside the weights over that of transformers' continuous batching",
         ratio("peak_beside_weights_gb"),
     ),
     Figure(
@@ -46,23 +46,42 @@ FIGURES = (
         SOURCE,
         "us",
         "",
-        "a decode step's growth of 32 requests, 99th percentile, mapper in the background",
+        "growing 32 requests by a decode step, 99th percentile, mapper in the background",
         growing("decode_us_p99", OURS),
     ),
     Figure(
-        "peers.kvcached_decode_us_p99", SOURCE, "us", "", "the same in kvcached", growing("decode_us_p99", KVCACHED)
+        "peers.kvcached_decode_us_p99",
+        SOURCE,
+        "us",
+        "",
+        "growing 32 requests by a decode step in kvcached, 99th percentile",
+        growing("decode_us_p99", KVCACHED),
     ),
     Figure("peers.free_us_p50", SOURCE, "us", "", "freeing a request, median", growing("free_us_p50", OURS)),
-    Figure("peers.kvcached_free_us_p50", SOURCE, "us", "", "the same in kvcached", growing("free_us_p50", KVCACHED)),
+    Figure(
+        "peers.kvcached_free_us_p50",
+        SOURCE,
+        "us",
+        "",
+        "freeing a request in kvcached, median",
+        growing("free_us_p50", KVCACHED),
+    ),
     Figure(
         "peers.held_per_used",
         SOURCE,
         "x",
         "",
-        "physical memory held over bytes of tokens, on average over these steps, memory not short",
+        "physical memory held over bytes of tokens, mean of all steps, memory not short",
         growing("held_per_used", OURS),
     ),
-    Figure("peers.kvcached_held_per_used", SOURCE, "x", "", "the same in kvcached", growing("held_per_used", KVCACHED)),
+    Figure(
+        "peers.kvcached_held_per_used",
+        SOURCE,
+        "x",
+        "",
+        "physical memory held over bytes of tokens in kvcached, mean of all steps, memory not short",
+        growing("held_per_used", KVCACHED),
+    ),
 )
 
 

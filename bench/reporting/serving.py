@@ -8,8 +8,6 @@ from .figure import Figure, Row, most, rows_with
 from .plots import Plot
 
 LONG, CHAT, STEPS = (f"serving_{name}-h200.json" for name in ("long", "chat", "steps"))
-MAPPERS = (("_sync", "#d9534f", "mapped inside the step"), ("", "#337ab7", "mapped beside it"))
-
 
 FIGURES = (
     Figure(
@@ -17,18 +15,15 @@ FIGURES = (
         LONG,
         "x",
         ">= 1.15",
-        "tokens per second served on requests of arxiv_long_offline, Llama-3-8B, over those with a paged cache",
+        "tokens served per second over those with a paged cache, requests of arxiv_long_offline, Llama-3-8B",
         most("vs_paged", manager="sliced"),
-        "What differs is the attention of prompts: a step with a chunk of 8,192 tokens took 0.61 s over slices, 0.67 s "
-        "over pages (99th percentile of the time between tokens). Steps that only decode took 13.6 ms with both, and "
-        "products with the weights are the same.",
     ),
     Figure(
         "serving.chat_vs_paged",
         CHAT,
         "x",
         ">= 0.98",
-        "the same on requests of azure_2023_conv",
+        "tokens served per second over those with a paged cache, requests of azure_2023_conv, Llama-3-8B",
         most("vs_paged", manager="sliced"),
     ),
 )

@@ -22,7 +22,7 @@ FIGURES = (
         SOURCE,
         "us",
         "",
-        "sharing 32,768 tokens of Llama-3-8B with a new request, `share_prefix` until it returns",
+        "`share_prefix` of 32,768 tokens of Llama-3-8B with a new request, until it returns",
         near_32k(lambda row: row["us_p50"], measure="hit", extent_pages=16),
     ),
     Figure(
@@ -30,7 +30,7 @@ FIGURES = (
         SOURCE,
         "us",
         "",
-        "finding these tokens in the engine's index of 64 requests",
+        "finding a prefix of 32,768 tokens in the engine's index of 64 requests",
         near_32k(lambda row: row["us_p50"], measure="lookup"),
     ),
     Figure(
@@ -48,7 +48,7 @@ FIGURES = (
         SOURCE,
         "x",
         "",
-        "time to the first token behind 32,768 unknown tokens over that behind known ones, 8 layers of Llama-3-8B",
+        "time to the first token behind 32,768 unknown tokens over that behind shared ones, 8 layers of Llama-3-8B",
         near_32k(lambda row: row["miss_over_hit"], measure="first_token"),
     ),
 )

@@ -21,7 +21,7 @@ FIGURES = (
         SOURCE,
         "ms",
         "",
-        "pausing a cache with its requests offloaded to host memory, for each GB",
+        "pausing a cache whose requests go to host memory, for each GB",
         most("ms_per_gb", measure="pause", offload=True),
     ),
     Figure(
@@ -29,7 +29,7 @@ FIGURES = (
         SOURCE,
         "ms",
         "",
-        "resuming it",
+        "resuming a cache whose requests come from host memory, for each GB",
         most("ms_per_gb", measure="resume", offload=True),
     ),
 )

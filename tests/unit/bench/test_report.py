@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from bench.report import RESULTS, read_results
 from bench.reporting import FIGURES, PLOTS
-from bench.reporting.figure import Figure, most, reached, summarise
+from bench.reporting.figure import Figure, missed, most, reached, reason, summarise
 from bench.reporting.footprint import INTERLEAVED, SLICED, SMALL, SOURCE
 from bench.reporting.pages import results_page, with_figures
 from bench.reporting.plots import draw, drawable, stale_plots
@@ -31,15 +33,37 @@ def test_summary_has_the_promised_fields() -> None:
 
 
 def test_figure_without_its_rows_is_left_out() -> None:
-    figure = Figure("a.b", "a.json", "ms", "<= 5", "what", most("ms", measure="x"), "because")
+    figure = Figure("a.b", "a.json", "ms", "<= 5", "what", most("ms", measure="x"))
     assert summarise([figure], {}) == {}
     assert summarise([figure], {"a.json": {**COMMON, "rows": []}}) == {}
     rows = [{"measure": "x", "ms": 4.0}, {"measure": "x", "ms": 6.0}]
     summary = summarise([figure], {"a.json": {**COMMON, "rows": rows}})
     assert summary["a.b"]["value"] == 6.0
-    page = results_page([figure], [], {"a.json": {**COMMON, "rows": rows}}, summary)
-    assert "- what: 6 ms. because" in page
-    assert "<= 5 (not reached)" in page
+
+
+def test_a_goal_not_reached_is_told_with_the_reason_of_its_result() -> None:
+    figure = Figure("a.b", "a.json", "ms", "<= 5", "what", most("ms", measure="x"))
+
+    def page(ms: float, **more: Any) -> str:
+        results = {"a.json": {**COMMON, **more, "rows": [{"measure": "x", "ms": ms}]}}
+        return results_page([figure], [], results, summarise([figure], results))
+
+    found = page(6.0, reasons={"a.b": "because"})
+    assert "- what: 6 ms, goal <= 5. because" in found
+    assert "<= 5 (not reached)" in found
+    assert "- what: 7 ms, goal <= 5. Nobody has said why yet." in page(7.0), "it was measured anew"
+    assert "because" not in page(4.0, reasons={"a.b": "because"})
+
+
+def test_every_missed_goal_has_a_reason_and_no_other_has() -> None:
+    results = read_results(RESULTS)
+    said = {(name, file) for file, result in results.items() for name in result.get("reasons", {})}
+    assert said == {(figure.name, figure.source) for figure in missed(FIGURES, summarise(FIGURES, results))}
+    assert all(reason(figure, results).strip() for figure in FIGURES if (figure.name, figure.source) in said)
+
+
+def test_the_page_of_results_is_short() -> None:
+    assert len((ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8").splitlines()) <= 250
 
 
 def test_goals() -> None:
