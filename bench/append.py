@@ -1,10 +1,10 @@
-"""Is appending to slices as fast as a plain copy of as many bytes, and is rotary embedding free on the way?
+"""Is append to slices as fast as a plain copy of as many bytes, and what does rotary embedding add?
 
-python -m bench.append [--quick]
+    python -m bench.append [--quick]
 
-Rows of a packed batch go to one layer of Llama-3-8B's shape, as decode (many requests, one token each) and as prefill.
-Every call of a timing has its own source and its own target. Without prompts no ends of lanes are given, as by the
-adapters. Beside it FlashInfer's append, if installed, which is told lane and position of every row.
+Rows of a packed batch go to one layer of Llama-3-8B's shape: in decode many requests with one token each, in prefill
+few with many. Every call of a timing has a source and a target of its own. In decode the kernel gets no ends of lanes,
+as from the adapters. FlashInfer's append, if installed, runs beside it; it gets lane and position of every row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEEDS_GPU = True
 Row = dict[str, Any]
 LAYERS, HEADS, GROUP = 32, 8, 4
 CASES = ((1, 1), (64, 1), (256, 1), (512, 1), (1, 512), (4, 512), (1, 8192), (4, 8192))
-"""Requests, and new tokens of each."""
+"""Requests, and how many new tokens each has."""
 MIN_BYTES, MAX_CALLS = 512 << 20, 512
 
 
@@ -44,7 +44,7 @@ class Sources:
 
 
 def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float) -> Row:
-    """Append alone, with rotary, with rotary of q as well, and a copy of the same bytes."""
+    """Time append alone, with rotary embedding of K, of K and q, and a copy of the same bytes."""
     sources = Sources(batch, q_len)
     shape = Shape(batch, max(32, q_len * 2), LAYERS, HEADS, GROUP)
     lens = torch.full((batch,), shape.length - 3 if q_len > 1 else 17, device="cuda", dtype=torch.int32)
@@ -86,7 +86,7 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
 def flashinfer_calls(
     sources: Sources, views: list[tuple[Tensor, Tensor]], lanes: tuple[Tensor, ...]
 ) -> list[Callable[[], object]]:
-    """FlashInfer's append on the slices as pages; nothing without it."""
+    """FlashInfer's append on a view of the slices as pages; empty if it is not installed."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
@@ -107,7 +107,7 @@ def flashinfer_calls(
 def check(
     sources: Sources, views: list[tuple[Tensor, Tensor]], length: int, q_len: int, last: Callable[[], object]
 ) -> None:
-    """Stop before a wrong result is timed."""
+    """Stop the benchmark if append is wrong, before it is timed."""
     last()
     for cache, rows in zip(views[-1], sources.kv[-1], strict=True):
         if not torch.equal(cache[:, length - q_len : length].reshape(rows.shape), rows):

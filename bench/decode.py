@@ -1,10 +1,10 @@
-"""Is decode over slices as fast as over anything else, and near the memory's limit?
+"""Is decode over slices as fast as over other layouts, and near the rate of the memory?
 
-python -m bench.decode [--quick] [--tune]
+    python -m bench.decode [--quick] [--tune]
 
-Every shape is timed on slices, on contiguous layers and, if FlashInfer is installed, by FlashInfer on slices and on a
-paged cache with shuffled pages of 16 tokens. All are CUDA graphs over many layers. `--tune` instead searches launch
-choices for `triton_kernels/tuning.py` and prints them.
+Our kernel runs every shape on slices and on contiguous layers. FlashInfer, if installed, runs it on slices and on a
+paged cache with shuffled pages of 16 tokens. Each timing is one CUDA graph over many layers. `--tune` instead searches
+launch choices for `triton_kernels/tuning.py` and prints them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TUNED: dict[str, tuple[int, ...]] = {
     "heads": (1, 2),
     "busy_programs": (1, 2),
 }
-"""Launch choices that `--tune` tries, each with each."""
+"""Launch choices, of which `--tune` tries all combinations."""
 TUNED_ON = (
     (1, 131072, 0), (8, 8192, 0), (16, 32768, 0), (128, 2048, 0), (1, 16384, 1), (16, 1024, 1), (128, 1024, 1),
     (16, 16384, 1), (1, 16384, 2), (64, 8192, 2),
 )  # fmt: skip
-"""Batch, length and model of the shapes that decide."""
+"""Batch, length and model of the shapes that `--tune` times."""
 
 
 def shapes(memory: Memory, quick: bool) -> Iterator[Shape]:
-    """The grid, as far as it fits."""
+    """The grid, as far as it fits in memory."""
     for layers, heads, group in MODELS:
         for batch in BATCHES[::2] if quick else BATCHES:
             for length in LENGTHS[::2] if quick else LENGTHS:
@@ -57,7 +57,7 @@ def shapes(memory: Memory, quick: bool) -> Iterator[Shape]:
 
 
 class Decode:
-    """Calls of our kernel on one shape, with the buffers they share."""
+    """Calls of our kernel on one shape, which share their buffers."""
 
     def __init__(self, shape: Shape, tile: DecodeTile | None = None) -> None:
         self.shape, self.tile = shape, tile
@@ -87,7 +87,7 @@ class Decode:
 
 
 def flashinfer_calls(memory: Memory, shape: Shape, places: list[Place]) -> dict[str, list[Call]]:
-    """FlashInfer with tensor cores, on a classic paged cache of the same bytes and on slices; nothing without it."""
+    """FlashInfer with tensor cores, on a paged cache of the same bytes and on slices; empty if not installed."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError:
@@ -147,7 +147,7 @@ def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
 
 
 def cost(memory: Memory, tile: DecodeTile) -> float:
-    """Geometric mean of the time over what 4 TB/s would take; infinite if the tile does not fit."""
+    """Geometric mean of the time over that of a read at 4 TB/s; infinite if the tile does not fit."""
     total = 1.0
     for batch, length, model in TUNED_ON:
         shape = Shape(batch, length, *MODELS[model])
@@ -176,7 +176,7 @@ def tune(memory: Memory) -> None:
 
 
 def main() -> None:
-    """Measure the grid, or tune."""
+    """Measure the grid, or search launch choices."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--tune", action="store_true", help="search launch choices instead")
     options = arguments.parse_args()

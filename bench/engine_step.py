@@ -1,8 +1,8 @@
-"""What a decode step of the engine costs the host, and how much of its GPU time is attention.
+"""What does a decode step of the engine cost the host, and how much of its GPU time is attention?
 
     python -m bench.engine_step [--quick]
 
-Eight layers of Llama-3-8B's shape with random weights serve 64 requests; steps in which all of them decode are counted.
+Eight layers of Llama-3-8B with random weights serve 64 requests. The steps in which all of them decode count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANTS = (("triton", True), ("triton", False), ("flashinfer", True), ("flashin
 
 
 def measure(served: transformers.PreTrainedModel, backend: str, graphs: bool, steps: int) -> Row:
-    """Serve 64 requests and take the steps in which all decode, the first ten left out."""
+    """Serve 64 requests and take the steps in which all decode, without the first ten."""
     progress(f"{backend}, {'with' if graphs else 'without'} graphs")
     records: list[EngineStep] = []
     options = {"max_batch_size": REQUESTS, "max_seq_len": 2048, "memory_limit": 16 << 30, "max_tokens_per_step": 8192}
@@ -63,7 +63,7 @@ def measure(served: transformers.PreTrainedModel, backend: str, graphs: bool, st
 
 
 def attention(engine: Engine, graphs: bool) -> float:
-    """Seconds of GPU time that append and attention of all layers take for the step that the engine stands at."""
+    """Seconds of GPU time that append and attention of all layers take, for the step that comes next."""
     running = engine.scheduler.running
     batch = Batch([r.reqid for r in running], [1] * len(running), [r.num_computed for r in running])
     q, k, v = (torch.randn(len(running), heads, 128, device="cuda").bfloat16() for heads in (32, 8, 8))

@@ -1,10 +1,10 @@
 """What does each layout hold beyond the tokens of its requests, and how many requests fit?
 
-python -m bench.footprint [--trace CSV ...] [--quick] [--only waste replay batch serve memory] [--fit]
+    python -m bench.footprint [--trace CSV ...] [--quick] [--only waste replay batch serve memory] [--fit]
 
-Traces of requests go through the real cache: on the driver without memory for `waste`, `replay`, `batch` and `serve`,
-on the device's own memory for `memory`. Columns marked "modelled" are arithmetic. Without `--trace`, requests are drawn
-from distributions fitted to public traces (see traces.py). Waste is in MiB a request, averaged over its decode steps.
+Traces of requests go through the real cache: for `memory` on the device's own memory, else on the driver without
+memory. Columns marked "modelled" are arithmetic. Without `--trace` the requests are drawn from distributions fitted to
+public traces (`support/traces.py`). Waste is in MiB a request, averaged over its decode steps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Row = dict[str, Any]
 Part = Callable[[list[Trace], argparse.Namespace], Iterator[Row]]
 MIB = 1 << 20
 BUDGET_GB, QUICK_BUDGET_GB = 40, 10
-"""For K and V. 40 GB is half of a GPU of 80 GB; the weights get the other half."""
+"""For K and V: half of a GPU of 80 GB. The weights get the other half."""
 LOOKAHEAD_TOKENS = 4
-"""The fixed distance at which lookahead is measured here: about the most that the automatic one kept on average on an
-H200 (`mapper.lookahead_pages_max`, for 32 tokens a page)."""
+"""The fixed distance for columns with lookahead: about the highest mean of the automatic distance on an H200
+(`mapper.lookahead_pages_max`, at 32 tokens a page)."""
 LLAMA, SMALL_SHAPE = (32, 8, 128), (32, 1, 128)
 _AHEAD = "by lookahead: "
 SMALL_TOKENS = 4096
@@ -59,7 +59,7 @@ def profile(layout: KVLayout, lookahead_tokens: int = 0) -> Profile:
 
 
 def profiles(shape: Shape, longest: int, trace: Trace) -> dict[str, Profile]:
-    """By column: all layouts without lookahead, the modelled ones, and the first two layouts with lookahead."""
+    """By column: all layouts without lookahead, the modelled layouts, and the first two layouts with lookahead."""
     known = layouts(shape, longest)
     found = {name: profile(layout) for name, layout in known.items()}
     for name, footprint in modelled(shape, longest_of(trace)).items():
@@ -72,8 +72,8 @@ def profiles(shape: Shape, longest: int, trace: Trace) -> dict[str, Profile]:
 def waste(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
     """Bytes beyond the tokens, averaged in three ways.
 
-    What the cache maps for a request in an empty slot depends on its length alone, as `replay` checks. So the cache is
-    asked once for each length, and the averages over all steps of all requests follow exactly.
+    What the cache maps for a request in an empty slot depends on its length alone, as `replay` checks. So this asks the
+    cache once for each length, and computes the exact averages over all steps of all requests.
     """
     longest = longest_of(*found)
     for shape, model in shapes(BUDGET_GB, options.quick).items():
@@ -84,10 +84,11 @@ def waste(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _waste(shape: Shape, longest: int, trace: Trace) -> dict[str, Row]:
-    """By measure: averages over the decode steps of each request and then over requests, over the steps of all
-    requests, and over eight lengths of each request, evenly spaced from its prompt on and weighted by its steps.
+    """Three averages of the bytes beyond the tokens, by measure.
 
-    The last is a sample of the second, for comparison with tables made in that way.
+    `waste_mib` averages over the decode steps of each request, then over requests. `waste_mib_by_step` averages over
+    the steps of all requests. `waste_mib_by_eighths` samples these: eight lengths of each request, evenly spaced from
+    its prompt on, weighted by its steps. Others make their tables in that way.
     """
     prompts, decodes = torch.tensor(trace.requests).T.contiguous()
     ends, eighths = prompts + decodes, prompts + torch.arange(8).unsqueeze(1) * decodes // 8
@@ -105,7 +106,7 @@ def _waste(shape: Shape, longest: int, trace: Trace) -> dict[str, Row]:
 
 
 def _beyond(tokens: torch.Tensor, shape: Shape, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By column, for each request: bytes used, held beyond them, and held for lookahead beyond the same without."""
+    """By column, for each request: bytes used, bytes held beyond them, and what lookahead adds to these."""
     used = _token_bytes(shape) * tokens
     base = {name: held[name.removeprefix(_AHEAD)] if name.startswith(_AHEAD) else used for name in held}
     return {"used": used.double()} | {name: (total - base[name]).double() for name, total in held.items()}
@@ -120,7 +121,7 @@ def _token_bytes(shape: Shape) -> int:
 
 
 def replays(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
-    """A sample of requests one by one, each in an empty slot, beside what `waste` says of the same ones."""
+    """A sample of requests one by one, each in an empty slot, beside what `waste` computes for them."""
     longest = longest_of(*found)
     count = 4 if options.quick else 16
     for trace in found:
@@ -145,7 +146,7 @@ def replays(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
 
 
 def batch(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
-    """How many requests of a trace, each at its full length, fit in the budget at once."""
+    """How many requests of a trace fit in the budget at once, each at its full length."""
     budget = (QUICK_BUDGET_GB if options.quick else BUDGET_GB) * 10**9
     for shape, model in shapes(BUDGET_GB, options.quick).items():
         for trace in found:
@@ -165,7 +166,7 @@ def batch(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _fitting(held_bytes: Callable[[int], int], trace: Trace, budget: int) -> int:
-    """How many requests fit when each holds so many bytes by its length."""
+    """How many requests fit when `held_bytes` tells what each holds by its length."""
     held = accumulate(held_bytes(request.tokens) for request in cycle(trace.requests))
     return sum(1 for _ in takewhile(lambda total: total <= budget, held))
 
@@ -206,7 +207,7 @@ def _served_row(trace: str, name: str, moments: Sequence[Moment], held_bytes: Se
 
 
 def memory(found: list[Trace], options: argparse.Namespace) -> Iterator[Row]:
-    """A small batch on the device's own memory, mapper in the background, lookahead automatic, steps of 5 ms."""
+    """A small batch on the device's own memory: background mapper, automatic lookahead, steps of 5 ms."""
     device = Device(options.device)
     slots = 64 if device.is_cuda else 8
     every = chain.from_iterable(trace.requests for trace in found)
@@ -254,7 +255,7 @@ PARTS: dict[str, Part] = {"waste": waste, "replay": replays, "batch": batch, "se
 
 
 def arguments() -> argparse.Namespace:
-    """The arguments, as for every benchmark, and those of this one."""
+    """The arguments of every benchmark and of this one."""
     found = parser(__doc__ or "")
     found.add_argument("--trace", type=Path, action="append", default=[], help="CSV of requests; may be repeated")
     found.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
@@ -263,7 +264,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts, print each row as it comes, and write the parts that are complete, also after Ctrl-C."""
+    """Run the parts, print each row as it comes, and write all complete parts, also after Ctrl-C."""
     found = traces(options.trace, quick=options.quick)
     if options.fit:
         for trace in found:

@@ -1,10 +1,9 @@
-"""What each driver call costs, and how long the slowest take.
+"""What does each driver call cost, and how long do the slowest calls take?
 
     python -m bench.map_ops [--device cuda] [--quick]
 
-First the growth of one request in each layout. Then calls, made singly and timed one by one; `slow` counts those of
-more than 5 ms. Beside them a process that does nothing but look at the clock tells how long the machine itself stops
-now and then.
+First one request grows in each layout. Then single calls are timed one by one; `slow` counts those of more than 5 ms.
+Meanwhile another process only watches the clock, and tells how long the machine itself stops now and then.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def gpu_at_work(device: Device, *, at_work: bool) -> Iterator[None]:
 
 
 def watch(until: float, pauses: Any) -> None:
-    """Look at the clock until `until` and send the gaps between two looks that are over 1 ms."""
+    """Watch the clock until `until`; send the gaps of more than 1 ms between two looks at it."""
     found = []
     last = time.monotonic()
     while last < until:
@@ -70,7 +69,7 @@ def watch(until: float, pauses: Any) -> None:
 
 
 def rounds(device: Device, count: int) -> list[tuple[int, int, bool]]:
-    """Pages a handle, handles, and whether the GPU is at work; on a GPU at last as many as fill most of its memory."""
+    """Pages a handle, handles, and whether the GPU is at work. The last round on a GPU is ten times longer."""
     if not device.is_cuda:
         return [(1, count // 8, False), (16, count // 128, False)]
     return [(pages, count // pages, at_work) for pages in (1, 16) for at_work in (False, True)] + [
@@ -79,10 +78,10 @@ def rounds(device: Device, count: int) -> list[tuple[int, int, bool]]:
 
 
 def growth(device: Device, quick: bool) -> Iterator[Row]:
-    """One request that grows by what one more page of every plane holds, mapped inline."""
+    """One request grows by what one more page of every plane holds; `step` itself maps."""
     kinds: list[tuple[str, int | None]] = [("sliced", None), ("interleaved", None), ("per_layer", None)]
     if not device.is_cuda:
-        kinds.append(("per_layer", 64 << 10))  # what only a modified driver has on a GPU
+        kinds.append(("per_layer", 64 << 10))  # on a GPU only a modified driver has such pages
     for layout, page_bytes in kinds:
         options = {"layout": layout, "page_bytes": page_bytes, "mapper": "sync", "lookahead_tokens": 0}
         with device.cache(SHAPES["llama-3-8b"], 1, 24_576, extent_pages=1, memory_limit=4 << 30, **options) as cache:
@@ -98,7 +97,7 @@ def growth(device: Device, quick: bool) -> Iterator[Row]:
 
 
 def measure(device: Device, quick: bool) -> Iterator[Row]:
-    """Every verb, for pages and extents, with the GPU idle and at work; then the machine's own pauses."""
+    """Every verb, for pages and for extents, GPU idle and at work; then the pauses of the machine."""
     driver = open_driver(device.name)
     page = max(driver.granularity, 2 << 20)
     count = 500 if quick else 4000

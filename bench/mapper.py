@@ -1,6 +1,10 @@
-"""How well does the mapper hide mapping? Stalls in steady decode, throughput, cold prompts, cost of `step`, jitter.
+"""How well does the mapper hide mapping?
 
 python -m bench.mapper [--device cuda] [--quick] [--only stalls throughput prompts step jitter]
+
+`stalls` counts the steps of steady decode that wait for the driver; `throughput` times the mapper's thread; `prompts`
+times the first step of a long prompt; `step` times `step` over a driver without memory; `jitter` times kernel launches
+beside a mapper at work.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ LONG = ("llama-3-8b", 64)
 
 
 def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str, *, busy: bool) -> Row:
-    """Decode with every slot active and see which steps wait. The prompts' own step is not counted."""
+    """Decode with every slot active and count the steps that wait, but for the step of the prompts."""
     generator = random.Random(0)
     lens = torch.tensor([generator.randrange(32, 512) for _ in range(slots)])
     shape = SHAPES[shape_name]
@@ -69,7 +73,7 @@ def stalls(device: Device, shape_name: str, slots: int, steps: int, mapper: str,
 
 
 def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
-    """Both shapes and batch sizes, and 10,000 steps for one of them."""
+    """Both shapes and batch sizes; one of them, on a GPU, for 10,000 steps."""
     steps, long = 400 if quick else 2000, device.is_cuda and not quick
     for busy in (False, True) if long else ():
         progress(f"stalls: 10,000 steps, main thread {'busy' if busy else 'idle'}")
@@ -84,7 +88,7 @@ def all_stalls(device: Device, quick: bool) -> Iterator[Row]:
 
 
 def throughput(device: Device, *, busy: bool, extent_pages: int, pages: int) -> Row:
-    """Pages a second through the mapper's thread, from handles that are there already."""
+    """Pages a second that the mapper's thread maps. The second attempt finds all handles ready and counts."""
     driver = open_driver(device.name)
     page_bytes = max(driver.granularity, 2 << 20)
     pool = PagePool(driver, page_bytes=page_bytes, memory_limit=pages * page_bytes, extent_pages=extent_pages)
@@ -115,7 +119,7 @@ def throughput(device: Device, *, busy: bool, extent_pages: int, pages: int) -> 
 
 
 def all_throughput(device: Device, quick: bool) -> Iterator[Row]:
-    """Alone and beside a main thread that holds the GIL, with pages and with extents."""
+    """The main thread asleep, then holding the GIL; with pages and with extents."""
     pages = 4096 if device.is_cuda else 512
     for busy in (False, True):
         for extent_pages in (1, 16):
@@ -127,7 +131,7 @@ def all_throughput(device: Device, quick: bool) -> Iterator[Row]:
 
 
 def prompt(device: Device, *, extent_pages: int, notice_s: float, warm: bool, tokens: int) -> Row:
-    """The first step of a prompt of 2 GiB of KV: what it waits for the driver."""
+    """How long the first step of a long prompt waits for the driver."""
     with device.cache(SHAPES["llama-3-8b"], 2, tokens, extent_pages=extent_pages) as cache:
         waits = []
         for _ in range(5):
@@ -152,7 +156,7 @@ def prompt(device: Device, *, extent_pages: int, notice_s: float, warm: bool, to
 
 
 def all_prompts(device: Device, quick: bool) -> Iterator[Row]:
-    """Cold with pages, cold with extents, with notice, warm."""
+    """A slot with nothing mapped, with pages and with extents; with notice; a slot with pages from before."""
     tokens = 16384 if device.is_cuda else 4096
     for extent_pages, notice_s, warm in ((1, 0.0, False), (16, 0.0, False), (16, 0.05, False), (16, 0.0, True)):
         progress(f"prompt: extents of {extent_pages}, notice {notice_s * 1e3:.0f} ms, {'warm' if warm else 'cold'}")
@@ -162,7 +166,7 @@ def all_prompts(device: Device, quick: bool) -> Iterator[Row]:
 def step_cost(slots: int, growing: int, form: str) -> Row:
     """Microseconds of `step` with nothing to grow, or with `growing` slots that each cross a page.
 
-    Over the driver without memory, so that bookkeeping is measured and nothing else.
+    The driver has no memory, so this times the bookkeeping alone.
     """
     pool = PagePool(FakeDriver(total_bytes=1 << 44), page_bytes=2 << 20, memory_limit=1 << 43)
     with SlicedKVCache(
@@ -201,7 +205,7 @@ def step_cost(slots: int, growing: int, form: str) -> Row:
 
 
 def all_steps(device: Device, quick: bool) -> Iterator[Row]:
-    """Nothing to grow, then k slots that grow."""
+    """No slot grows, then some slots grow."""
     for slots in (256, 4096):
         for form in ("tensor", "numpy"):
             progress(f"step: {slots} slots, {form}")
@@ -246,7 +250,7 @@ def jitter(device: Device, *, at_work: bool) -> Row:
 
 
 def all_jitter(device: Device, quick: bool) -> Iterator[Row]:
-    """With the mapper at work and asleep."""
+    """The mapper asleep, then at work."""
     for at_work in (False, True):
         progress(f"jitter: mapper {'at work' if at_work else 'asleep'}")
         yield jitter(device, at_work=at_work)
@@ -262,12 +266,12 @@ MEASURES = {
 
 
 def main() -> None:
-    """Measure, print each row as it comes, and write what is there, also after Ctrl-C."""
+    """Measure, print each row as it comes, and write the rows, also after Ctrl-C."""
     found = parser(__doc__ or "")
     found.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     options = found.parse_args()
     device = Device(options.device)
-    # As serving engines do: the collector would stop every thread for tens of milliseconds to look through torch.
+    # As serving engines do: the collector would stop every thread for tens of milliseconds while it visits torch.
     gc.collect()
     gc.freeze()
     partial = options.only != list(MEASURES)

@@ -1,10 +1,10 @@
 """What does slicing cost the kernels as the cache grows, on pages of 2 MiB and on extents of 32 MiB?
 
-python -m bench.page_size [--quick]
+    python -m bench.page_size [--quick]
 
-A layer's slice lies all over the cache, contiguous layers do not, so a call over slices walks as many addresses as the
-cache has: that is what the GPU's address translation may feel. Decode reads 16 equal requests, prefill computes 2,048
-new tokens of one. Both see the same memory as slices and as contiguous layers, a Llama-3-8B of 1 to 100 GB.
+A layer's slice lies all over the cache, a contiguous layer does not. So a call over slices walks over all addresses of
+the cache, which the GPU's address translation may feel. Decode reads 16 equal requests; prefill computes 2,048 new
+tokens of one. Both read the same memory as slices and as contiguous layers: a cache of Llama-3-8B of 1 to 100 GB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_BYTES = 32 * 8 * 128 * 4
 
 
 def tokens(num_bytes: int, batch: int) -> int:
-    """Tokens of each request when all take so many bytes."""
+    """Tokens of each request when all together take `num_bytes`."""
     return num_bytes // TOKEN_BYTES // batch // 64 * 64
 
 
@@ -43,7 +43,7 @@ def decode(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 def prefill(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
-    """Seconds a layer for a chunk of one prompt, by layout; our kernel, whose speed its memory decides most."""
+    """Seconds a layer for a chunk of one prompt, by layout: our kernel, which depends most on its memory."""
     case, seconds = Case(memory, 1, Q_LEN, tokens(num_bytes, 1)), {}
     for layout in LAYOUTS:
         run = case.triton(layout)

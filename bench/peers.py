@@ -2,13 +2,13 @@
 
     python -m bench.peers [--trace CSV ...] [--quick]
 
-The same model (Llama-3-8B with random weights), requests and memory for K and V through transformers' own continuous
-batching and through slicedkv's engine: tokens per second and peak memory. The same requests, growing token by token,
-through kvcached's allocator and through a `SlicedKVCache`: microseconds and bytes. Requests as in azure_2023_conv, half
-as long for the first. A peer that cannot be measured is a row that says why.
+Transformers' continuous batching and slicedkv's engine serve the same model (Llama-3-8B with random weights) and the
+same requests with the same memory for K and V: tokens per second and peak memory. Then kvcached's allocator and a
+`SlicedKVCache` let the same requests grow token by token: microseconds and bytes. Requests are those of
+azure_2023_conv, half as long for the engines. If a peer cannot be measured, its row says why.
 
-Beside a torch that brings a C++ library of its own kvcached may die while it prints. It did here, and did not with the
-system's: `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6 python -m bench.peers`.
+Some builds of torch bring a C++ library of their own, beside which kvcached may die while it prints. With the system's
+library it does not: `LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libstdc++.so.6 python -m bench.peers`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INSTALL = {
 
 
 def guarded(peer: str, what: str, measure: Callable[[], Row]) -> Row:
-    """What `measure` returns, or a row that says why there is nothing."""
+    """The row that `measure` returns, or a row that says why there is none."""
     progress(f"{what}: {peer}")
     package = peer.partition(",")[0]
     if importlib.util.find_spec(package) is None:
@@ -54,7 +54,7 @@ def guarded(peer: str, what: str, measure: Callable[[], Row]) -> Row:
 
 
 def absent(peer: str, what: str, installed: bool, reason: str) -> Row:
-    """A row for a peer that was not measured, its reason in one line."""
+    """A row for a peer that was not measured, with the reason in one line."""
     line = " ".join(reason.replace("|", "/").split())[:500]
     print(f"{peer} was not measured ({what}): {line}", flush=True)
     return {"measure": "not measured", "peer": peer, "what": what, "installed": installed, "reason": line}
@@ -86,7 +86,7 @@ def grow_sliced(mapper: str, device: str, workload: Workload, paths: Sequence[Pa
 
 
 def grow_kvcached(device: str, workload: Workload, paths: Sequence[Path]) -> Row:
-    """The same in kvcached's pages; its C++ code ends the process on some errors."""
+    """Grow and free the requests in kvcached. Its C++ code ends the process on some errors."""
     requests, spinning = lengths(workload, paths), Device(device)
     opener = functools.partial(Kvcached, SHAPES[SHAPE], workload.memory_bytes, "cuda:0" if spinning.is_cuda else device)
     found = replay(opener, requests, workload.slots, spinning, _token_bytes())
@@ -98,7 +98,7 @@ def _token_bytes() -> int:
 
 
 def rows(device: str, *, quick: bool, paths: Sequence[Path]) -> Iterator[Row]:
-    """Everything that can be measured, and why the rest was not."""
+    """A row for everything that can be measured, and a row with the reason for the rest."""
     serving, growing = QUICK if quick else (SERVING, GROWING)
     yield from serving_rows(device, serving, paths)
     gc.collect()
@@ -107,7 +107,7 @@ def rows(device: str, *, quick: bool, paths: Sequence[Path]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure all peers, and write what is there after each one."""
+    """Measure all peers, and write the rows after each one."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV files of the traces")
     options = arguments.parse_args()

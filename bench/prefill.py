@@ -1,11 +1,11 @@
 """Is prefill over slices as fast as over contiguous or paged memory, and by which kernel?
 
-python -m bench.prefill [--quick] [--tune]
+    python -m bench.prefill [--quick] [--tune]
 
-Prompts and chunks on a cached prefix, causal: our Triton kernel on slices and on contiguous layers and, if FlashInfer
-is installed, the library's backend over it, its `single_prefill` on both, and its kernel for pages on slices and on
-shuffled pages of 16 tokens.
-`--tune` instead times launch choices for `triton_kernels/tuning.py`.
+Prompts, and chunks on a cached prefix, all causal. Our Triton kernel runs on slices and on contiguous layers. If
+FlashInfer is installed, three more run: slicedkv's backend over it, its `single_prefill` on both layouts, and its
+kernel for pages, on slices and on shuffled pages of 16 tokens. `--tune` instead times launch choices for
+`triton_kernels/tuning.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CASES = (
     (4, 2048, 2048), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096), (1, 4096, 4096), (4, 4096, 4096), (8, 128, 8192),
     (1, 512, 4096),
 )  # fmt: skip
-"""Requests, new tokens of each, and length of each."""
+"""Requests, new tokens of each, and the length of each."""
 ROTATION = 4
 LEAD_CYCLES = 20_000_000  # some 10 ms: 64 launches of 4 layers and more
 
 
 class Layers(list[tuple[Tensor, Tensor]]):
-    """Layer slices, as a backend asks for them."""
+    """Layer slices, in the form in which a backend asks a cache for them."""
 
     def k(self, layer: int) -> Tensor:
         """K of a layer."""
@@ -67,7 +67,7 @@ class Case:
         self.flop = 4 * HEADS * GROUP * HEAD_DIM * pairs
 
     def views(self, layout: str) -> list[tuple[Tensor, Tensor]]:
-        """K and V of the layers in turn."""
+        """K and V of the layers that take turns."""
         view = self.memory.sliced if layout == "sliced" else self.memory.per_layer
         return [view(self.shape, Place(layer, 0)) for layer in range(ROTATION)]
 
@@ -79,7 +79,7 @@ class Case:
         return lambda turn: prefill_attention(self.q, *views[turn], *lanes, **limits)
 
     def flashinfer_single(self, flashinfer: Any, layout: str) -> Run:
-        """FlashInfer, one request after another, no page table."""
+        """FlashInfer, one request after another, without a page table."""
         views = self.views(layout)
         rows = [slice(i * self.q_len, (i + 1) * self.q_len) for i in range(self.shape.batch)]
         single = flashinfer.single_prefill_with_kv_cache
@@ -141,7 +141,7 @@ class Case:
             check(f"{name}, last tokens", self.out[end - 4 : end], attend(self.q[end - 4 : end], *rows))
 
     def seconds(self, run: Run, repeats: int) -> float:
-        """GPU time of one layer, layers in turn, launched ahead as an engine does."""
+        """GPU time of one layer. Layers take turns, and the host launches ahead, as an engine does."""
 
         def turn_all() -> None:
             for turn in range(ROTATION):
@@ -186,7 +186,7 @@ def measure(memory: Memory, batch: int, q_len: int, length: int, repeats: int) -
 
 
 def tune(memory: Memory) -> None:
-    """Time launch choices on a prompt and on a chunk."""
+    """Time launch choices on a prompt and on a chunk, and print the best."""
     for q_len, length in ((8192, 8192), (2048, 32768)):
         case = Case(memory, 1, q_len, length)
         found = []
@@ -204,7 +204,7 @@ def tune(memory: Memory) -> None:
 
 
 def main() -> None:
-    """Measure the cases, or tune."""
+    """Measure the cases, or time launch choices."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--tune", action="store_true", help="time launch choices instead")
     options = arguments.parse_args()

@@ -1,4 +1,4 @@
-"""Make `results/summary.json`, plots, `RESULTS.md` and README's table of figures from the results that are there.
+"""Make `results/summary.json`, plots, `RESULTS.md` and README's table of figures from the results.
 
     python -m bench.report [--check]
 

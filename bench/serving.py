@@ -2,11 +2,13 @@
 
     python -m bench.serving [--trace CSV ...] [--only long chat steps] [--quick]
 
-The same model, scheduler and requests, K and V managed as slices, interleaved, in a plane for each layer, in a paged
-cache (16 tokens a page, FlashInfer over real tables), or reserved for the longest request from the start. The memory is
-so small that it binds. A third workload has memory enough, and shows what single steps take when pages are mapped
-inside them ("sync") and beside them. Random weights of Llama-3-8B; requests are the first of the public traces
-arxiv_long_offline, azure_2023_conv and sync_vs_async_trace, from CSV files or drawn from distributions fitted to them.
+Model, scheduler and requests are the same. K and V lie in slices, interleaved, in a plane for each layer, in a paged
+cache (16 tokens a page, FlashInfer over real tables), or in slots of full length from the start ("static"). The memory
+is so small that it limits the batch. The workload `steps` has memory enough; it shows what single steps take when the
+mapper maps inside them ("sync") and beside them.
+
+The model is Llama-3-8B with random weights. Requests are the first of the public traces arxiv_long_offline,
+azure_2023_conv and sync_vs_async_trace, from CSV files or drawn from distributions fitted to them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ QUICK = {
 def measure(
     served: transformers.PreTrainedModel, name: str, manager: str, workload: Workload, requests: Sequence[Request]
 ) -> tuple[Row, list[int]]:
-    """Serve a workload once, all requests there from the start; return the figures and every request's first token."""
+    """Serve a workload once, with all requests queued at the start; return the row and every request's first token."""
     clock = Clock()
     with open_engine(served, manager, workload, longest(requests), on_step=clock.steps.append) as engine:
         warm_up(engine)
@@ -73,8 +75,8 @@ def measure(
 def rows(served: transformers.PreTrainedModel, name: str, workload: Workload, paths: Sequence[Path]) -> Iterator[Row]:
     """A workload with every manager.
 
-    A part of it is served beforehand by each: what libraries load for a number of tokens they load once in a process,
-    and that must not be the first manager's.
+    First each serves a part of it: libraries load some things for a number of tokens, once in a process, and the first
+    manager must not pay for all.
     """
     requests, expected = lengths(workload, paths), list[int]()
     for manager in workload.managers:
@@ -99,7 +101,7 @@ def beside_paged(found: Sequence[Row]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure the workloads, and write a file for each with what is there, also after Ctrl-C or a failure."""
+    """Measure the workloads, and write the rows of each into a file, also after Ctrl-C or a failure."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV files of the traces")
     arguments.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

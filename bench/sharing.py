@@ -1,12 +1,14 @@
-"""What does sharing a prefix cost, and what does it save? Time of a hit and of a fork, memory of many sharers, and on a
-GPU the time to the first token of an engine that has a prefix already.
+"""What does sharing a prefix cost, and what does it save?
 
     python -m bench.sharing [--device cuda] [--quick]
 
-A hit is `share_prefix` into an empty slot, `done` the moment when its copy of the last rows is over; handles for those
-rows are ready in the pool, but for the first. On the host the model has 4 layers, so that the memory is real there too.
-What requests would hold without sharing is arithmetic; how many of them fit is counted by mapping them. First tokens
-are those of eight layers of Llama-3-8B with random weights: the whole model takes about four times as long.
+It times a lookup in the engine's index, a hit and a fork, and counts the memory of many sharers. On a GPU it also times
+the first token of an engine that has the prefix already.
+
+A hit is `share_prefix` into an empty slot; `done` is the end of its copy of the last rows. The pool has handles ready
+for these rows, but for the first hit. On the host the model has 4 layers, so that real memory suffices. What requests
+would hold without sharing is arithmetic; how many would fit is counted by mapping them. First tokens are those of eight
+layers of Llama-3-8B with random weights: the whole model takes about four times as long.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Setting:
         self.long = 8192 if quick else 32768
 
     def open(self, slots: int, max_seq_len: int, extent_pages: int) -> SlicedKVCache:
-        """A cache that maps only what is asked for."""
+        """A cache that maps only what a call asks for."""
         return self.device.cache(
             self.shape, slots, max_seq_len, extent_pages=extent_pages, mapper="sync", reclaim_watermark=0.0
         )
@@ -53,7 +55,7 @@ class Setting:
             torch.cuda.synchronize()
 
     def prompt(self, cache: SlicedKVCache, tokens: int) -> int:
-        """A request with tokens whose last page is not full."""
+        """Begin a request of `tokens` tokens; its last page is not full."""
         reqid = cache.alloc_reqid()
         if not cache.step({reqid: tokens}):
             raise SystemExit(f"there is no memory for {tokens} tokens")
@@ -61,7 +63,7 @@ class Setting:
         return reqid
 
     def row(self, measure: str, extent_pages: int, tokens: int, **more: Any) -> Row:
-        """What every row tells."""
+        """A row with what every row tells."""
         layers, heads, dim = self.shape
         return {
             "measure": measure,
@@ -75,7 +77,7 @@ class Setting:
 
 
 def hits(setting: Setting, extent_pages: int, tokens: int) -> Row:
-    """Time of `share_prefix` until it returns, and until its copy is done."""
+    """Time `share_prefix` until it returns, and until its copy is done."""
     with setting.open(2, tokens + 64, extent_pages) as cache:
         source = setting.prompt(cache, tokens + 20)
         returned, done = [], []
@@ -96,7 +98,7 @@ def hits(setting: Setting, extent_pages: int, tokens: int) -> Row:
 
 
 def forks(setting: Setting, extent_pages: int, count: int) -> Row:
-    """Time of `fork` of a long request."""
+    """Time the `fork` of a long request."""
     tokens = setting.long + 10
     with setting.open(count + 1, tokens + 64, extent_pages) as cache:
         source, taken = setting.prompt(cache, tokens), []
@@ -111,7 +113,7 @@ def forks(setting: Setting, extent_pages: int, count: int) -> Row:
 
 
 def memory(setting: Setting, extent_pages: int) -> Row:
-    """Memory of many requests with one long prefix, by the device's own count, and how many fit without sharing."""
+    """Memory of many requests with one long prefix, as the device counts it, and how many fit without sharing."""
     tokens = setting.long + 10
     with setting.open(SHARERS, tokens + 64, extent_pages) as cache:
         driver, layout = cache.pool.driver, cache.layout
@@ -130,7 +132,9 @@ def memory(setting: Setting, extent_pages: int) -> Row:
         tokens,
         requests=SHARERS,
         created_bytes=stats.created_bytes,
-        **({"taken_from_device_bytes": taken} if setting.device.is_cuda else {}),  # others use the host's memory too
+        **(
+            {"taken_from_device_bytes": taken} if setting.device.is_cuda else {}
+        ),  # other processes use the host's memory, too
         saved_bytes=stats.saved_bytes,
         unshared_bytes=SHARERS * layout.bytes_for(tokens),
         memory_limit_bytes=stats.memory_limit_bytes,
@@ -139,7 +143,7 @@ def memory(setting: Setting, extent_pages: int) -> Row:
 
 
 def lookup(setting: Setting, tokens: int) -> Row:
-    """Time to find a prompt's prefix in an index of 64 requests that have it."""
+    """Time the search for a prompt's prefix in an index of 64 requests that have it."""
     with setting.open(1, 64, 1) as cache:
         run_tokens = cache.layout.tokens_per_page
     source = torch.Generator().manual_seed(tokens)
@@ -147,7 +151,10 @@ def lookup(setting: Setting, tokens: int) -> Row:
     index = PrefixIndex(run_tokens)
     for slot in range(SHARERS):
         index.extend(slot, [*prompt, *[slot] * run_tokens])
-    copy, taken = list(map(int, map(str, prompt))), []  # numbers of its own, as a prompt from elsewhere has
+    copy, taken = (
+        list(map(int, map(str, prompt))),
+        [],
+    )  # equal numbers, but other objects, as in a prompt from elsewhere
     for _ in range(setting.repeats):
         begun = time.perf_counter()
         match = index.match(copy)
@@ -158,7 +165,7 @@ def lookup(setting: Setting, tokens: int) -> Row:
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
-    """Serve one token of a prompt; return milliseconds since it was submitted, and how many tokens were there."""
+    """Serve one token of a prompt; return the milliseconds since `submit`, and how many tokens were cached."""
     begun = time.perf_counter()
     request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
     engine.run()
@@ -166,8 +173,10 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 
 def first_tokens(engine: Engine, vocabulary: int, tokens: int, repeats: int) -> Row:
-    """Time to the first token of a prompt whose first `tokens` tokens are unknown, or shared with another prompt's, and
-    of the next turn after that prompt, which goes on in its slot. Each has two pages more to compute.
+    """Time the first tokens of three prompts, each with two pages more to compute.
+
+    The first `tokens` tokens of the first prompt are unknown ("miss"); the second shares them with it ("hit"); the
+    third goes on where the second ended, in its slot ("next_turn").
     """
     source, rest = torch.Generator().manual_seed(tokens), 2 * engine.cache.layout.tokens_per_page + 10
 
@@ -197,7 +206,7 @@ def first_tokens(engine: Engine, vocabulary: int, tokens: int, repeats: int) -> 
 
 
 def engine_rows(setting: Setting) -> Iterator[Row]:
-    """First tokens of eight layers of Llama-3-8B, with prefixes of all lengths."""
+    """First tokens behind prefixes of all lengths."""
     from .baselines.workloads import model
 
     longest = setting.lengths[-1] + 2048
@@ -211,7 +220,7 @@ def engine_rows(setting: Setting) -> Iterator[Row]:
         layout = engine.cache.layout
         shape = {"layers": LAYERS, "kv_heads": layout.num_kv_heads, "head_dim": layout.head_dim}
         about = {"measure": "first_token", **shape, "backend": engine.backend.name}
-        first_tokens(engine, served.config.vocab_size, 8192, 2)  # kernels are compiled and loaded here
+        first_tokens(engine, served.config.vocab_size, 8192, 2)  # compiles and loads the kernels
         for tokens in setting.lengths:
             progress(f"first token: prefix of {tokens} tokens")
             yield {**about, **first_tokens(engine, served.config.vocab_size, tokens, 3)}

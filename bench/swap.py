@@ -1,11 +1,11 @@
-"""How fast a request goes to host memory and comes back, and a whole cache is paused and resumed.
+"""How fast does a request go to host memory and come back, and how fast does a cache pause and resume?
 
     python -m bench.swap [--device cuda] [--quick]
 
-Beside each swap, in turn with it: one plain copy of the same bytes between one tensor and pinned host memory, and the
-same bytes in pieces of 32 KiB, one copy each, as a cache of small groups of tokens would send them. Times end when the
-bytes are there. The pages of a request that left are still mapped when it comes back; what mapping costs shows in
-"resume". Host memory is pinned and touched before anything is timed; what that costs is the row "first_swap".
+Two other ways take turns with each swap: one plain copy of the same bytes between a tensor and pinned host memory, and
+copies of 32 KiB each, as a cache of small groups of tokens would make them. Times end when the bytes are there. When a
+request comes back, its pages are still mapped; "resume" shows what mapping costs. The first swap pins and touches host
+memory; its time is the row "first_swap" and counts nowhere else.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Copies:
         self.host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.is_cuda)
 
     def plain(self, *, out: bool) -> None:
-        """One copy."""
+        """Make one copy."""
         target, source = (self.host, self.here) if out else (self.here, self.host)
         target.copy_(source, non_blocking=True)
 
     def pieces(self, *, out: bool) -> None:
-        """One copy a piece."""
+        """Make one copy for each piece."""
         target, source = (self.host, self.here) if out else (self.here, self.host)
         for into, piece in zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True):
             into.copy_(piece, non_blocking=True)
 
 
 def timed(device: Device, call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[float, Any]:
-    """Seconds until everything the call started is done, and what it returned."""
+    """Seconds until everything that the call started is done, and what it returned."""
     synchronize(device)
     begun = time.perf_counter()
     result = call(*arguments, **options)
@@ -62,7 +62,7 @@ def synchronize(device: Device) -> None:
 
 
 def open_cache(device: Device, num_bytes: int, layout: str) -> tuple[SlicedKVCache, int]:
-    """A cache of Llama-3-8B's shape and the length of a request of so many bytes."""
+    """A cache of Llama-3-8B's shape, and the tokens of a request of `num_bytes`."""
     shape = SHAPES["llama-3-8b"]
     tokens = num_bytes // (4 * shape[0] * shape[1] * shape[2])
     limit = num_bytes + num_bytes // 8 + (512 << 20)
@@ -73,7 +73,7 @@ def open_cache(device: Device, num_bytes: int, layout: str) -> tuple[SlicedKVCac
 
 
 def swaps(device: Device, num_bytes: int, layout: str, repeats: int) -> Iterator[Row]:
-    """Swap out and in, each in turn with both other ways."""
+    """Swap out and in, in turn with both other ways."""
     cache, tokens = open_cache(device, num_bytes, layout)
     copies = Copies(device, num_bytes)
     seconds: dict[str, list[float]] = {}
@@ -110,7 +110,7 @@ def swaps(device: Device, num_bytes: int, layout: str, repeats: int) -> Iterator
 
 
 def pauses(device: Device, num_bytes: int, repeats: int) -> Iterator[Row]:
-    """Pause and resume a cache with one long request, with and without its contents."""
+    """Pause and resume a cache: with the contents of one long request, and with nothing but unused memory."""
     for offload in (False, True):
         cache, tokens = open_cache(device, num_bytes, "sliced")
         times: dict[str, list[float]] = {"pause": [], "resume": []}
@@ -119,7 +119,7 @@ def pauses(device: Device, num_bytes: int, repeats: int) -> Iterator[Row]:
             if offload and not cache.step({reqid: tokens}):
                 raise SystemExit(f"the device has no {num_bytes} bytes free")
             for _ in range(repeats + 1):
-                if not offload:  # memory that nobody uses any more
+                if not offload:  # leave memory that nobody uses
                     cache.step({other: tokens})
                     cache.free_reqid(other)
                     other = cache.alloc_reqid()

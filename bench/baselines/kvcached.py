@@ -20,7 +20,7 @@ class Kvcached:
     shape : (int, int, int)
         Layers, KV heads and head_dim, of bfloat16.
     memory_bytes : int
-        Capacity; what one page for every layer does not divide is left out.
+        Capacity, rounded down to whole pages of all layers.
     device : str
         As kvcached spells it, "cuda:0".
     """
@@ -52,7 +52,7 @@ class Kvcached:
         return self._requests
 
     def grow(self, lengths: dict[int, int]) -> bool:
-        """Allocate the blocks that are missing, one call for each request that misses some."""
+        """Allocate the blocks that are missing, with one call for each request."""
         for request, length in lengths.items():
             blocks = self._blocks[request]
             missing = ceil_div(length, BLOCK_TOKENS) - len(blocks)
@@ -64,15 +64,15 @@ class Kvcached:
         return True
 
     def free(self, request: int) -> None:
-        """Give a request's blocks back; pages without blocks are unmapped at once, but for a few."""
+        """Give a request's blocks back. kvcached unmaps empty pages at once, but for a few."""
         self._manager.free(self._blocks.pop(request))
 
     def trim(self) -> None:
-        """Unmap these few too."""
+        """Unmap the few empty pages that are still mapped."""
         self._manager.trim()
 
     def held_bytes(self) -> int:
-        """Pages with blocks, and pages in reserve."""
+        """Pages in use, and empty pages still mapped."""
         state = self._manager.page_allocator.get_page_state()
         return int(state["inuse_pages"] + state["reserved_pages"]) * self.page_bytes
 

@@ -1,7 +1,7 @@
-"""A paged KV cache with real tables, the baseline of `serving.py`: 16 tokens a page, FlashInfer's append and attention.
+"""A paged KV cache with real tables, the baseline of `serving`: 16 tokens a page, FlashInfer's append and attention.
 
-`PagedCache` offers what the engine's scheduler asks of `SlicedKVCache`; `PagedBackend` what its runner asks of an
-attention backend, CUDA graphs included. Page 0 belongs to nobody: padded lanes read and write there.
+`PagedCache` offers what the engine's scheduler asks of `SlicedKVCache`. `PagedBackend` offers what the engine's runner
+asks of an attention backend, CUDA graphs included. Page 0 belongs to no request: padded lanes read and write there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Row = tuple[NDArray[np.int32], int, int]  # a lane's pages, new tokens and leng
 
 
 class PagedStats(NamedTuple):
-    """The part of `CacheStats` that is reported."""
+    """The part of `CacheStats` that the benchmark reports."""
 
     mapped_bytes: int
     stalls: int = 0
@@ -36,7 +36,7 @@ class PagedStats(NamedTuple):
 
 
 class PagedCache:
-    """K and V of each layer in pages of 16 tokens, handed out last freed first, all allocated from the start."""
+    """K and V of each layer in pages of 16 tokens, all allocated at the start; the page freed last goes out first."""
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: str, memory_bytes: int) -> None:
         self.layout = layout  # of pages of 16 tokens, so that the scheduler's arithmetic holds
@@ -56,13 +56,13 @@ class PagedCache:
         return self._idle.pop()
 
     def free_reqid(self, reqid: int) -> None:
-        """Take a slot and its pages back; the stream's order keeps kernels right."""
+        """Take a slot and its pages back. Kernels run in the order of the stream, so none reads a page too late."""
         self._free += self._tables[reqid, : self._counts[reqid]][::-1].tolist()
         self._counts[reqid] = 0
         self._idle.append(reqid)
 
     def step(self, seq_lens: dict[int, int]) -> bool:
-        """Give every request the pages of its length, or nobody any."""
+        """Give every request the pages of its length, or give no request any and return False."""
         if self.pages_needed(seq_lens) > self.pages_available():
             return False
         for reqid, length in seq_lens.items():
@@ -78,16 +78,16 @@ class PagedCache:
         return self._tables[reqid, : _pages(seq_len)]
 
     def pages_needed(self, seq_lens: dict[int, int]) -> int:
-        """Pages over all planes that a step would take."""
+        """Pages of all planes that a step would take."""
         missing = (max(0, _pages(n) - self._counts[reqid]) for reqid, n in seq_lens.items())
         return sum(missing) * self.layout.num_planes
 
     def pages_available(self) -> int:
-        """Free pages over all planes."""
+        """Free pages of all planes."""
         return len(self._free) * self.layout.num_planes
 
     def can_admit(self, seq_len: int) -> bool:
-        """Whether a slot and pages for so many tokens are free."""
+        """True when a slot and pages for `seq_len` tokens are free."""
         return bool(self._idle) and _pages(seq_len) <= len(self._free)
 
     def stats(self) -> PagedStats:
@@ -99,7 +99,7 @@ class PagedCache:
         self.pages.clear()
 
     def k(self, layer: int) -> Tensor:
-        """Shape, dtype and device of a slice, which a paged cache has not: every row is the first one."""
+        """A tensor with shape, dtype and device of a layer slice; all its rows are the first row."""
         first = self.pages[layer][0]
         shape = (self.layout.max_batch_size, self.layout.max_seq_len, *first.shape[2:])
         return first.as_strided(shape, (0, 0, *first.stride()[2:]))
@@ -110,7 +110,7 @@ class PagedCache:
 
 
 def paged_layout(layers: int, heads: int, dim: int, itemsize: int, slots: int, max_seq_len: int) -> KVLayout:
-    """Arithmetic of a paged cache: the same as of slices with pages of 16 tokens."""
+    """Arithmetic of a paged cache: slices whose pages hold 16 tokens have the same."""
     page_bytes = PAGE_TOKENS * layers * heads * dim * itemsize
     return KVLayout("sliced", layers, heads, dim, itemsize, slots, max_seq_len, page_bytes, 0)
 
@@ -134,7 +134,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Return None: the benchmark chooses what it runs."""
+        """Return None, which means yes: the benchmark chooses what it runs."""
         return None
 
     @property

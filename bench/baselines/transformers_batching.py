@@ -1,8 +1,8 @@
 """Requests through transformers' own continuous batching and through slicedkv's engine, with the same memory for both.
 
-`generate_batch` gives all its requests one number of tokens, so the manager that it opens is used directly: there each
-request has its own. The attention is the one that transformers picks itself: a flash-attention package where one is
-installed, else `scaled_dot_product_attention` over rows gathered from its pages. Knows `serving`, not results.
+`generate_batch` decodes as many tokens for each request. This module uses the manager that it opens, to which every
+request tells its own number. Transformers picks the attention: a flash-attention package where one is installed, else
+`scaled_dot_product_attention` over rows gathered from its pages.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..support.traces import Request
 from .workloads import Clock, Row, Workload, longest, open_engine, prompts, submit, token_bytes, warm_up
 
 TOKENS_PER_STEP = 8192
-"""What one step computes at most, in both engines."""
+"""Most tokens that one step computes, in both engines."""
 
 LIMIT_S = 120.0
-"""A peer that has not answered by then has failed."""
+"""A peer that gives no answer for so long has failed."""
 
 
 def batching_config(
     served: transformers.PreTrainedModel, workload: Workload, tokens_per_step: int
 ) -> tuple[ContinuousBatchingConfig, int]:
-    """Transformers' defaults but for the memory, the requests at a time and a step's tokens; and the cache's bytes."""
+    """Transformers' defaults, but with the workload's memory and requests at a time; and the bytes of its cache."""
     config = ContinuousBatchingConfig(max_batch_tokens=tokens_per_step, max_requests_per_batch=workload.slots)
     group = getattr(config, "page_size", None) or config.block_size  # its name in transformers 5.17
     config.num_blocks = workload.memory_bytes // (group * token_bytes(served))
@@ -70,7 +70,9 @@ def answers(manager: Any, ids: Sequence[list[int]], lengths: Sequence[int]) -> l
 
 @contextmanager
 def faster_kernels(trial: Callable[[], object]) -> Iterator[str]:
-    """Try with and without cuDNN's attention, which torch may prefer and which plans every new length; keep the faster.
+    """Run `trial` with and without cuDNN's attention, and keep the faster.
+
+    Torch may prefer cuDNN, which makes a plan for every new length.
 
     Yields
     ------
@@ -97,7 +99,7 @@ def serve_transformers(
     requests: Sequence[Request],
     tokens_per_step: int = TOKENS_PER_STEP,
 ) -> tuple[Row, list[list[int]]]:
-    """Serve requests with transformers' manager, greedily; return what was measured, and the tokens."""
+    """Serve requests greedily with transformers' manager; return the row and the tokens."""
     ids, lengths = prompts(served, requests), [request.decode_tokens for request in requests]
     config, cache_bytes = batching_config(served, workload, tokens_per_step)
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths))
@@ -124,7 +126,7 @@ def serve_slicedkv(
     requests: Sequence[Request],
     tokens_per_step: int = TOKENS_PER_STEP,
 ) -> tuple[Row, list[list[int]]]:
-    """The same with slicedkv's engine, K and V as slices."""
+    """Serve requests greedily with slicedkv's engine, K and V as slices; return the row and the tokens."""
     ids, weights = prompts(served, requests), _reset_peak(served)
     with open_engine(served, "sliced", workload, longest(requests), max_tokens_per_step=tokens_per_step) as engine:
         warm_up(engine)
@@ -157,7 +159,7 @@ def _row(
 
 
 def _reset_peak(served: transformers.PreTrainedModel) -> int:
-    """Begin to watch torch's memory; return what is allocated now, the weights."""
+    """Begin to watch torch's memory; return the bytes allocated now, which are the weights."""
     if served.device.type != "cuda":
         return 0
     gc.collect()
@@ -167,9 +169,9 @@ def _reset_peak(served: transformers.PreTrainedModel) -> int:
 
 
 def _memory(served: transformers.PreTrainedModel, weights: int, cache_bytes: int, *, outside_bytes: int) -> Row:
-    """Gigabytes: of the weights; of the cache; and the most that was held beside the weights.
+    """Gigabytes of the weights, of the cache, and the most that the engine held beside the weights.
 
-    The last is the peak of torch's allocator, to which `outside_bytes` come that torch does not know of.
+    The last is the peak of torch's allocator plus `outside_bytes`, which torch does not know of.
     """
     peak = torch.cuda.max_memory_allocated() if served.device.type == "cuda" else weights
     return {

@@ -1,6 +1,6 @@
-"""What is reported of the results: a module for each benchmark, its figures and plots joined here.
+"""Figures and plots of the results: a module for each benchmark, joined here.
 
-To report a new one, give it a module with `FIGURES` (and `PLOTS`) and name it below.
+For a new benchmark, add a module with `FIGURES` (and `PLOTS`) and name it below.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """One headline figure: where it comes from and what it should reach.
+    """One headline figure: where its value comes from and what it should reach.
 
     The result that misses a goal says why, under "reasons". Measured anew it says nothing: no reason outlives what it
     explains.
@@ -23,9 +23,9 @@ class Figure(NamedTuple):
     source : str
         File of `results/`.
     unit, goal, meaning : str
-        The goal is ">= 60", "<= 1.0", or "" where the value is only reported.
+        The goal is ">= 60", "<= 1.0", or "" for a figure without a goal.
     pick : callable
-        The value, from the rows of the file; `ValueError` when they do not hold it.
+        Takes the value from the rows of the file; raises `ValueError` when they do not hold it.
     kind : {"measured", "modelled"}
     """
 
@@ -71,7 +71,7 @@ def reason(figure: Figure, results: dict[str, Row]) -> str:
 
 
 def summarise(figures: Iterable[Figure], results: dict[str, Row]) -> dict[str, Row]:
-    """The flat summary of every figure whose source is there and holds its rows."""
+    """The flat summary of every figure whose file exists and holds its rows."""
     summary = {}
     for figure in figures:
         if figure.source not in results:

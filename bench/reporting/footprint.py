@@ -15,7 +15,7 @@ _SHOWN = ("llama-3-8b TP1", "yi-34b TP2", "llama-3-70b TP8")
 
 
 def ratio(over_all: Callable[[Iterable[float]], float], measure: str, columns: tuple[str, ...]) -> Any:
-    """Pick the largest or smallest ratio of columns to that of the small pages, over all shapes and traces."""
+    """Pick the largest or smallest ratio of `columns` to the column of the small pages, over all shapes and traces."""
     return lambda rows: over_all(row[name] / row[SMALL] for row in rows_with(rows, measure=measure) for name in columns)
 
 

@@ -21,7 +21,7 @@ MEASUREMENTS = (
 
 
 def figure_table(figures: Sequence[Figure], summary: dict[str, Row], folder: str) -> str:
-    """Figures as a Markdown table, sources linked below `folder`."""
+    """Figures as a Markdown table, with links to their files below `folder`."""
     lines = ["| figure | value | goal | source |", "|---|---|---|---|"]
     for figure in figures:
         if figure.name in summary:
@@ -67,7 +67,7 @@ def results_page(
 
 
 def with_figures(readme: str, figures: Sequence[Figure], summary: dict[str, Row]) -> str:
-    """README with the figures between its marks made anew."""
+    """README with a new table of figures between its marks."""
     before, _, rest = readme.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not end:

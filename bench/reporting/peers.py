@@ -13,7 +13,7 @@ OURS, KVCACHED = "slicedkv, background", "kvcached"
 
 
 def ratio(key: str) -> Callable[[list[Row]], float]:
-    """Slicedkv's `key` over that of transformers, both serving the same."""
+    """`key` of slicedkv over that of transformers, which serves the same requests."""
     ours, theirs = (most(key, measure="serving", engine=name) for name in ("slicedkv", "transformers"))
     return lambda rows: ours(rows) / theirs(rows)
 

@@ -1,4 +1,4 @@
-"""Plots of results as PNG files. Each carries a digest of what it was drawn from, so that a stale one is found out."""
+"""Plots of results as PNG files. Each carries a digest of its rows and its code, which tells when it is stale."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Plot(NamedTuple):
     Attributes
     ----------
     file, source : str
-        Its name, and the name of the result that it is drawn from.
+        Its name, and the name of the result whose rows it shows.
     caption : str
     pick : callable
-        What it shows of the rows; nothing is drawn when that is empty.
+        Takes from the rows those to show; no plot is drawn without any.
     draw : callable
         Draws those rows on a matplotlib figure.
     """
@@ -36,19 +36,19 @@ class Plot(NamedTuple):
 
 
 def digest(plot: Plot, rows: list[Row]) -> str:
-    """Stands for the rows shown and for how they are drawn."""
+    """A text that differs when the rows shown or the code that draws them differ."""
     text = json.dumps(rows) + inspect.getsource(plot.draw)
     return f"slicedkv {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def drawable(plots: Iterable[Plot], results: dict[str, Row]) -> list[tuple[Plot, list[Row]]]:
-    """The plots whose rows are there, with them."""
+    """The plots whose rows exist, with these rows."""
     picked = [(plot, plot.pick(results[plot.source]["rows"])) for plot in plots if plot.source in results]
     return [(plot, rows) for plot, rows in picked if rows]
 
 
 def stale_plots(plots: Iterable[Plot], results: dict[str, Row], folder: Path) -> list[tuple[Plot, list[Row]]]:
-    """The plots that are missing, or drawn from other rows or by other code."""
+    """The plots that are missing, show other rows, or were drawn by other code."""
 
     def is_stale(plot: Plot, rows: list[Row]) -> bool:
         path = folder / plot.file

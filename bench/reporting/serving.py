@@ -1,4 +1,4 @@
-"""Figures and plots of serving whole workloads: throughput by manager of K and V, and what single steps take."""
+"""Figures and plots of whole workloads: throughput by what manages K and V, and what single steps take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures about sharing a prefix: what a hit costs, the memory it saves, and how much sooner a first token is there."""
+"""Figures about sharing a prefix: what a hit costs, what memory it saves, and how much sooner a first token comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A function in a process of its own, for what may end its process or hang. Imports little: children pay for it."""
+"""Run a function in a process of its own, because it may crash or hang.
+
+This module imports little: every child imports it again.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ LIMIT_S = 90.0
 
 
 def in_child(call: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Call a function of a module in a fresh process and return the row that it returns.
+    """Call a function of a module in a fresh process and return its row.
 
     Raises
     ------
     RuntimeError
-        It raised, or its process ended.
+        The function raised, or its process ended.
     TimeoutError
-        It took longer than `limit_s`.
+        The function took longer than `limit_s`.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def machine(device: str) -> dict[str, Any]:
-    """Describe the machine a result comes from."""
+    """Describe the machine that a result comes from."""
     if device == "cpu":
         return {"name": "host", "processor": _processor(), "kernel": platform.release()}
     properties = torch.cuda.get_device_properties(device)
@@ -64,12 +64,12 @@ def record(
     finish: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
     **more: Any,
 ) -> None:
-    """Show each row as it comes, and write all that are there: whatever ends the rest, what was measured is kept.
+    """Show each row as it comes and write all rows so far, so that the file keeps them whatever ends the rest.
 
     Parameters
     ----------
     finish : callable
-        Makes of the rows so far those to write.
+        Turns the rows so far into the rows to write.
     **more
         As for `write_result`.
 
@@ -91,9 +91,9 @@ def record(
 
 
 def write_result(name: str, options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """Write `<name>-<machine>.json` with everything needed to repeat the measurement, and return its path.
+    """Write `<name>-<machine>.json` with all that a repetition needs, and return its path.
 
-    The file is replaced as a whole, so it is never half written.
+    The new file replaces the old one as a whole: nobody finds half a file.
     """
     device, folder = options.device, options.out
     result = {
@@ -120,7 +120,7 @@ def command() -> str:
 
 @cache
 def commit() -> str:
-    """The commit measured, with a "+" when the working tree differed from it."""
+    """The commit that runs, with a "+" where the working tree differs from it."""
     revision = _command("git", "rev-parse", "--short=12", "HEAD") or "unknown"
     return revision + ("+" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
 
@@ -128,8 +128,8 @@ def commit() -> str:
 def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2, lead_cycles: int = 0) -> float:
     """Median seconds of `call` on the current stream, by CUDA events.
 
-    With `lead_cycles` the GPU waits so long before each, so that the host is ahead and what launches cost it is not in
-    the figure.
+    With `lead_cycles` the GPU waits for that many cycles first. The host gets ahead meanwhile, so the figure leaves out
+    what launches cost the host.
     """
     for _ in range(warmup):
         call()
@@ -147,7 +147,7 @@ def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2, lea
 
 
 def copy_rate(num_bytes: int = 4 << 30) -> float:
-    """Bytes a second that a device-to-device copy moves, counting those read and those written."""
+    """Bytes a second of a device-to-device copy; each counts twice, once read and once written."""
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / time_cuda(lambda: target.copy_(source))
@@ -159,7 +159,7 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def percentiles(values: Sequence[float], *shares: float) -> list[float]:
-    """The values below which these shares of all lie."""
+    """For each share the value that this share of all values lies below."""
     ordered = sorted(values)
     return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
@@ -181,7 +181,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=command(), description=description, formatter_class=raw)
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     found.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
-    found.add_argument("--commit", help="the commit measured, where git does not tell")
+    found.add_argument("--commit", help="the commit that runs, where git does not tell")
     found.add_argument("--quick", action="store_true", help="fewer steps and shapes")
     return found
 

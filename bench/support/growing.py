@@ -1,9 +1,8 @@
-"""The same requests through allocators of memory for K and V: what growing and freeing them costs, and what is held.
+"""Requests through an allocator of memory for K and V: what growing and freeing them costs, and what it holds.
 
-`replay` serves requests by continuous batching without a model: every step each request has one token more, those that
-are done are freed, others take their place. `Sliced` is a `SlicedKVCache`, `Kvcached` the allocator of the package of
-that name as its integrations use it: blocks of 16 tokens, in pages that requests share. Knows neither traces nor
-results.
+`replay` serves requests by continuous batching without a model. Every step each request gets one token more; requests
+that are done go, others take their places. `Sliced` is the allocator for a `SlicedKVCache`. This module knows no traces
+and no results.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Row = dict[str, Any]
 
 
 class Allocator(Protocol):
-    """What `replay` needs. A request is known by the number that `admit` gives it."""
+    """What `replay` needs. `admit` gives each request a number, by which the other calls know it."""
 
     version: str
 
     def admit(self, tokens: int) -> int:
-        """Begin a request that is going to have so many tokens in the next `grow`."""
+        """Begin a request of `tokens` tokens; `grow` comes next."""
 
     def grow(self, lengths: dict[int, int]) -> bool:
-        """Back every token of all requests; False when memory is short."""
+        """Back every token of all requests; return False when memory is short."""
 
     def free(self, request: int) -> None:
         """End a request."""
 
     def trim(self) -> None:
-        """Give everything that no request needs back to the device."""
+        """Give the device back what no request needs."""
 
     def held_bytes(self) -> int:
         """Physical memory, by the allocator's own books."""
@@ -65,7 +64,7 @@ class Sliced:
 
 
 class _Times:
-    """Microseconds of each call, by what it was for."""
+    """Microseconds of each call, by its purpose."""
 
     def __init__(self) -> None:
         self.us: dict[str, list[float]] = {"decode": [], "arrival": [], "free": []}
@@ -84,17 +83,17 @@ def replay(
     device: Device,
     token_bytes: int,
 ) -> Row:
-    """Serve requests (prompt and decode tokens), `slots` at a time, until all are done; return what was measured.
+    """Serve all requests (prompt and decode tokens), `slots` at a time; return their times and the memory held.
 
     Raises
     ------
     MemoryError
-        The allocator's memory does not hold the batch.
+        The batch does not fit in the allocator's memory.
     """
     taken = (lambda: _taken_bytes(device)) if device.is_cuda else (lambda: 0)
     device.launch()()
     before, allocator = taken(), open_allocator()
-    # On a GPU the driver says what is held, which no allocator's books can hide; without one, the books do.
+    # On a GPU the driver tells what is held, whatever the allocator's books say. Without a GPU the books tell.
     held = (lambda: taken() - before) if device.is_cuda else allocator.held_bytes
     try:
         times, series = _serve(allocator, requests, slots, device, held, token_bytes)

@@ -1,4 +1,4 @@
-"""The models and layouts that the memory benchmark compares. Geometry only; nothing is measured here."""
+"""The models and layouts that the memory benchmark compares: geometry, no measurement."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LAYOUTS: tuple[tuple[LayoutKind, int], ...] = (
     ("per_layer", 256 * _KIB),
     ("per_layer", 2 * _MIB),
 )
-"""Kinds and bytes of a page. Those below 2 MiB are of a modified driver; no stock CUDA driver has them."""
+"""Kinds, and bytes of a page. On a GPU only a modified driver has pages below 2 MiB."""
 
 _WEIGHTS_GB = {"llama-3-8b": 16.1, "yi-6b": 12.1, "yi-34b": 68.8, "llama-3-70b": 141.2}
 """Of bfloat16."""
 
 
 def shapes(free_gb: float, quick: bool) -> dict[Shape, str]:
-    """The shapes of models on 1, 2, 4 or 8 GPUs of `free_gb` more than the cache takes, as far as the weights fit.
+    """Shapes of models on 1, 2, 4 or 8 GPUs, where the weights fit into `free_gb` of each GPU.
 
     Returns
     -------
     dict of Shape to str
-        The models that have the shape, as in "llama-3-8b TP2, yi-6b TP1".
+        For each shape the models that have it, as in "llama-3-8b TP2, yi-6b TP1".
     """
     found: dict[Shape, str] = {}
     for model, weights in _WEIGHTS_GB.items():
@@ -53,12 +53,12 @@ def layout_of(shape: Shape, kind: LayoutKind, page_bytes: int, slots: int, max_s
 
 
 def layouts(shape: Shape, max_seq_len: int, slots: int = 1) -> dict[str, KVLayout]:
-    """The layouts that the cache can have, by the name of their column."""
+    """The layouts that a `SlicedKVCache` has, by the names of their columns."""
     found = (layout_of(shape, kind, page_bytes, slots, max_seq_len) for kind, page_bytes in LAYOUTS)
     return {f"{layout_name(layout)} (measured)": layout for layout in found}
 
 
 def modelled(shape: Shape, max_seq_len: int, slots: int = 1) -> dict[str, Footprint]:
-    """The layouts known by arithmetic only, by the name of their column."""
+    """The layouts that only arithmetic knows, by the names of their columns."""
     known = footprints(layout_of(shape, *LAYOUTS[0], slots, max_seq_len))
     return {"paged, 16 tokens (modelled)": known["paged"], "static (modelled)": known["static"]}

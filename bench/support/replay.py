@@ -1,8 +1,8 @@
 """Requests through a real `SlicedKVCache`, to see what it maps for them.
 
-On the driver without memory any number of bytes can be mapped, so books alone are measured. What one request has mapped
-changes only where its length crosses a page boundary (sooner by the lookahead distance), so the cache is asked there
-and the lengths between are counted without asking. Knows neither traces nor results.
+The driver without memory maps any number of bytes: this measures the cache's books alone. A request gets more pages
+only where its length crosses a page boundary, or the lookahead distance before. So this asks the cache there, and
+counts the lengths in between without asking. It knows no traces and no results.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ALL_MEMORY = 1 << 50
 
 
 class Books:
-    """A cache over the driver without memory that holds one layout's pages, its lookahead a fixed distance.
+    """A cache of one layout over the driver without memory, with a fixed lookahead distance.
 
     Parameters
     ----------
     layout : KVLayout
         Of bfloat16.
     lookahead_tokens : int
-        Map the next page when a request comes within that many tokens of the end of what is mapped.
+        Tokens before the end of what is mapped at which the cache maps the next page.
     memory_limit : int
         In bytes.
     """
@@ -58,7 +58,7 @@ class Books:
         self.cache.close()
 
     def grow(self, reqid: int, seq_len: int) -> int:
-        """Let a request, the only one, grow to `seq_len` tokens; return the bytes mapped for it."""
+        """Let the only request grow to `seq_len` tokens; return the bytes mapped for it."""
         if not self.cache.step({reqid: seq_len}):
             raise out_of_pages(self.cache, {reqid: seq_len})
         return self.cache.stats().active_bytes
@@ -70,27 +70,27 @@ class Books:
 
 
 def shape_options(layout: KVLayout) -> dict[str, Any]:
-    """The arguments of `SlicedKVCache` that a layout tells, page size and kind apart."""
+    """The arguments of `SlicedKVCache` that a layout tells, but for `page_bytes` and its kind."""
     names = ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_seq_len")
     return {name: getattr(layout, name) for name in names} | {"dtype": torch.bfloat16}
 
 
 def out_of_pages(cache: SlicedKVCache, seq_lens: SeqLens) -> OutOfPagesError:
-    """The error for a step that was refused."""
+    """The error for a step that returned False."""
     needed, available = cache.pages_needed(seq_lens), cache.pages_available()
     message = f"a step needs {needed} pages of {cache.layout.page_bytes} bytes, {available} can be had; use fewer slots"
     return OutOfPagesError(message, requested=needed, available=available)
 
 
 class Profile:
-    """Bytes held for one request as a function of its length; constant between some lengths.
+    """Bytes held for one request as a function of its length, which is constant between some lengths.
 
     Parameters
     ----------
     lengths : sequence of int
         Ascending, the first is 1.
     held_bytes : sequence of int
-        Held from each of these lengths to the next.
+        Bytes held from each of these lengths to the next.
     """
 
     def __init__(self, lengths: Sequence[int], held_bytes: Sequence[int]) -> None:
@@ -100,17 +100,17 @@ class Profile:
 
     @classmethod
     def modelled(cls, held_bytes: Callable[[int], int], step_tokens: int, longest: int) -> Profile:
-        """One that arithmetic gives: `held_bytes` of a length, constant over groups of `step_tokens`."""
+        """A profile by arithmetic: `held_bytes` of a length, constant over groups of `step_tokens`."""
         lengths = range(1, longest + 1, step_tokens)
         return cls(lengths, [held_bytes(length) for length in lengths])
 
     def total(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Sum, over all lengths from 1 up to each given one, of the bytes held; exact."""
+        """For each given length the sum of the bytes held at all lengths from 1 to it; exact."""
         last = torch.searchsorted(self._lengths, lengths, right=True).sub_(1).clamp_(min=0)
         return self._before[last] + (lengths - self._lengths[last] + 1) * self._held[last]
 
     def held(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The bytes held at each of these lengths, all of at least 1."""
+        """The bytes held at each of these lengths, which are at least 1."""
         return self.total(lengths) - self.total(lengths - 1)
 
 
@@ -128,7 +128,7 @@ def measure_profile(books: Books, longest: int) -> Profile:
 
 
 def replay(books: Books, prompt_tokens: int, decode_tokens: int, *, every_token: bool = False) -> float:
-    """Serve one request in a slot with nothing mapped; return the bytes mapped, averaged over its decode steps.
+    """Serve one request in a slot with nothing mapped; return the mean bytes mapped in its decode steps.
 
     Decode step k, of 1 to `decode_tokens`, has `prompt_tokens + k` tokens.
     """
@@ -146,9 +146,9 @@ def replay(books: Books, prompt_tokens: int, decode_tokens: int, *, every_token:
 
 
 def largest_batch(books: Books, lengths: Iterable[int]) -> int:
-    """How many requests, each as long as it ever gets, fit side by side; taken in order until one does not.
+    """Count the requests, each at its full length, that fit side by side, in order, until one does not fit.
 
-    Takes `GROUP` of them a step, which is quicker, and finds the last one singly. The cache must have `GROUP` slots
+    It takes `GROUP` of them a step, which is quicker, and the last group one by one. The cache must have `GROUP` slots
     more than requests fit.
     """
     count, coming = 0, iter(lengths)
@@ -175,9 +175,9 @@ class Moment(NamedTuple):
     used_bytes : int
         Of those tokens.
     own_bytes : int
-        Behind active requests, without the pages that may be taken back from them.
+        Behind active requests, without their margin.
     margin_bytes : int
-        Those pages: mapped ahead, or left by a longer request in the same slot.
+        Behind active requests, and free for others: mapped ahead, or left by a longer request in the same slot.
     """
 
     seq_lens: tuple[int, ...]
@@ -187,7 +187,7 @@ class Moment(NamedTuple):
 
     @property
     def mapped_bytes(self) -> int:
-        """Behind all slots, none of which waits for a request."""
+        """Behind all slots; every slot has a request."""
         return self.own_bytes + self.margin_bytes
 
 
@@ -196,13 +196,13 @@ def serve(
 ) -> list[Moment]:
     """Serve requests (prompt and decode tokens) by continuous batching, all slots full, and watch every step.
 
-    Ends when there is no request left for a free slot, so that the batch is never smaller. `run_step` stands for the
+    It ends when a slot is free and no request is left, so the batch never gets smaller. `run_step` stands for the
     model's step.
 
     Raises
     ------
     OutOfPagesError
-        Memory does not hold the batch.
+        The batch does not fit in memory.
     """
     queue, ends = deque(requests), {}
     lens, moments = torch.zeros(cache.layout.max_batch_size, dtype=torch.int64), []

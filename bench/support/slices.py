@@ -1,7 +1,7 @@
-"""Memory that the attention benchmarks read: one stretch of pages mapped by slicedkv, seen as slices or as baselines.
+"""Memory that the attention benchmarks read: one stretch of pages that slicedkv mapped, as slices or as baselines.
 
-K and V are one slot of a cache, so every baseline lies on the same pages as the slices it is compared with, and all
-shapes share one fill. What is compared is layout, nothing else.
+K and V are one slot of a cache. Slices and baselines lie on the same pages, filled once for all shapes, so they differ
+in nothing but their layout.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slicedkv import SlicedKVCache
 from .common import time_cuda
 
 MIN_BYTES = 768 << 20
-"""What one timing reads at least: many times the GPU's L2, so that nothing is there from the time before."""
+"""Bytes that one timing reads at least: many times the GPU's L2, so that it holds nothing of the timing before."""
 MAX_CALLS = 1024
 HEAD_DIM = 128
 
 
 class Shape(NamedTuple):
-    """One model and batch: all requests equally long."""
+    """One model and one batch, whose requests are equally long."""
 
     batch: int
     length: int
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """K and V of so many bytes together, filled with random bfloat16, on pages of 2 MiB or extents of several."""
+    """K and V of `num_bytes` together, random bfloat16, on pages of 2 MiB or on extents of several pages."""
 
     def __init__(self, num_bytes: int, extent_pages: int = 16) -> None:
         tokens = num_bytes // (32 * 8 * HEAD_DIM * 4) // 32 * 32
@@ -69,22 +69,22 @@ class Memory:
                 part.normal_()
 
     def close(self) -> None:
-        """Give the memory back; no view may be used any more."""
+        """Give the memory back. Use no view afterwards."""
         torch.cuda.synchronize()
         self._cache.close()
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a cache of that shape fits."""
+        """True when a cache of that shape fits."""
         return shape.plane_elements <= self.elements
 
     def places(self, shape: Shape) -> list[Place]:
-        """Layers for one timing, of more than one cache where one is too small to be out of the L2."""
+        """Layers for one timing; where the L2 would hold those of one cache, those of several."""
         copies = self.elements // shape.plane_elements
         needed = min(MAX_CALLS, max(2, math.ceil(MIN_BYTES / shape.layer_bytes)))
         return [Place(i % shape.layers, i // shape.layers) for i in range(min(needed, copies * shape.layers))]
 
     def sliced(self, shape: Shape, place: Place) -> tuple[Tensor, Tensor]:
-        """Layer slices ``[B, L, H, D]``, a token's layers side by side."""
+        """Layer slices ``[B, L, H, D]`` of a cache that has a token's layers side by side."""
         token = shape.layers * shape.heads * HEAD_DIM
         strides = (shape.length * token, token, HEAD_DIM, 1)
         return self._views(shape, strides, place.layer * shape.heads * HEAD_DIM + place.copy * shape.plane_elements)
@@ -102,7 +102,7 @@ class Memory:
 
 
 def time_calls(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Median seconds a call, from a CUDA graph of all of them: no launch gaps, nothing twice in a row."""
+    """Median seconds a call, from one CUDA graph of all calls: no launch gaps, no call twice in a row."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -113,14 +113,14 @@ def time_calls(calls: Sequence[Callable[[], object]], repeats: int) -> float:
 
 
 def shuffled_pages(shape: Shape, page_tokens: int = 16) -> Tensor:
-    """Page table of a paged cache that has been in use: page numbers in random order, ``[B, L / page_tokens]``."""
+    """Page table ``[B, L / page_tokens]`` of a paged cache that has long been in use: pages in random order."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     pages = torch.randperm(shape.batch * shape.length // page_tokens, generator=generator, device="cuda")
     return pages.int().view(shape.batch, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in float64 of the last tokens ``[q_len, Hq, D]`` of one request over ``[len, H, D]``."""
+    """Causal attention in float64: the last tokens ``[q_len, Hq, D]`` of a request over its ``[len, H, D]``."""
     q_len, num_heads, head_dim = q.shape
     length, heads, _ = k.shape
     grouped = q.double().view(q_len, heads, num_heads // heads, head_dim)
@@ -131,7 +131,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def check(name: str, out: Tensor, expected: Tensor) -> None:
-    """Stop before a wrong result is timed."""
+    """Stop the benchmark if a result is wrong, before it is timed."""
     error = float((out.double() - expected).norm() / expected.norm())
     if not error < 1e-2:
         raise SystemExit(f"{name} is wrong: relative error {error:.3g}")

@@ -35,7 +35,7 @@ class Device:
         return int(20_000_000 * STEP_S * 1e3 / start.elapsed_time(end))
 
     def launch(self) -> Callable[[], None]:
-        """Start a step of 5 ms and return what waits for its end."""
+        """Start a step of 5 ms and return a function that waits for its end."""
         if not self.is_cuda:
             until = time.perf_counter() + STEP_S
             return lambda: time.sleep(max(0.0, until - time.perf_counter()))
@@ -45,7 +45,7 @@ class Device:
         return event.synchronize
 
     def taken_bytes(self, driver: Any) -> int:
-        """Physical memory that is taken: on a GPU by anybody, on the host by this driver, as the OS counts it."""
+        """Physical memory in use: on a GPU by all processes, on the host by this driver, as the OS counts it."""
         if not self.is_cuda:
             return int(driver.used_bytes())
         info = driver.memory_info()

@@ -1,7 +1,7 @@
 """Request traces: prompt and decode lengths from a CSV file, or drawn from a distribution fitted to one.
 
-Two forms of CSV are known by their header: `ContextTokens,GeneratedTokens` (Azure's LLM inference traces of 2023) and
-`num_prefill_tokens,num_decode_tokens` (the traces of vAttention's artifact). Other columns are not read.
+The header of a CSV file tells its form: `ContextTokens,GeneratedTokens` (Azure's LLM inference traces of 2023) or
+`num_prefill_tokens,num_decode_tokens` (the traces of vAttention's artifact). The reader ignores other columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLUMNS = (("ContextTokens", "GeneratedTokens"), ("num_prefill_tokens", "num_de
 
 
 class Request(NamedTuple):
-    """One request; while it decodes it holds `prompt_tokens + 1` tokens, then one more a step, up to `tokens`."""
+    """One request. Its first decode step holds `prompt_tokens + 1` tokens, each further one more, up to `tokens`."""
 
     prompt_tokens: int
     decode_tokens: int
@@ -40,7 +40,7 @@ class Trace(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A lognormal distribution of prompt and decode lengths together, cut off at the range that was seen.
+    """A lognormal distribution of prompt and decode lengths together, cut off at the range of its trace.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Fit(NamedTuple):
     correlation : float
         Of the two logarithms.
     prompt_range, decode_range : (int, int)
-        Shortest and longest, in tokens; what is drawn beyond them is moved to them.
+        Shortest and longest, in tokens. A length drawn beyond them becomes the nearer of the two.
     """
 
     prompt_log_mean: float
@@ -68,11 +68,11 @@ FITS = {
     "arxiv_long_online": Fit(10.277, 0.181, 5.700, 0.611, 0.012, (22912, 45819), (6, 10845)),
     "sync_vs_async_trace": Fit(7.494, 0.064, 6.599, 0.200, 0.016, (1600, 2000), (500, 1000)),
 }
-"""`fit` of each public trace, by the name of its file (`python bench/footprint.py --fit --trace CSV` prints it).
+"""`fit` of each public trace, by the name of its file (`python -m bench.footprint --fit --trace CSV` prints it).
 
-Means and standard deviations of the logarithms are what maximum likelihood gives for a lognormal distribution. Mean
-lengths of what is drawn are within 7 % of the trace's (decode of azure_2023_code: 16 % shorter), medians
-within 26 %: real prompts have several peaks.
+Maximum likelihood gives the means and standard deviations. Drawn requests have mean lengths within 7 % of the trace's,
+but for the decodes of azure_2023_code, which are 16 % shorter. Their medians are within 26 %: the prompts of a real
+trace have several peaks.
 """
 
 
