@@ -219,6 +219,22 @@ def test_bench_runs_a_script_with_its_arguments(capsys, monkeypatch, tmp_path):
     assert sys.path == path
 
 
+def test_bench_is_not_hidden_by_a_module_of_its_name(capsys, monkeypatch, tmp_path):
+    folder, other = tmp_path / "checkout" / "measures", tmp_path / "other"
+    for path, text in (
+        (folder / "__init__.py", ""),
+        (folder / "tool.py", "FOUND = 'ours'\n"),
+        (other / "measures.py", ""),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "echo.py").write_text('from .tool import FOUND\n\nif __name__ == "__main__":\n    print(FOUND)\n')
+    monkeypatch.syspath_prepend(other)
+    monkeypatch.setattr(slicedkv.cli.bench, "FOLDER", folder)
+    assert main(["bench", "echo"]) == 0
+    assert capsys.readouterr().out == "ours\n"
+
+
 def bench_folder(monkeypatch, tmp_path, **scripts: str) -> None:
     """Measurements of these names, each with these statements."""
     for name, body in scripts.items():
