@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 FILES = sorted(BENCH.rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 40
 LEFT_OF = {"support": {"support"}, "baselines": {"support", "baselines"}, "reporting": {"reporting"}}
