@@ -54,9 +54,8 @@ def missing_for_half(device: torch.device, dtype: torch.dtype) -> str | None:
 class AttentionBackend(ABC):
     """Appends K and V to a cache and attends over it. `plan` once a step, then `append` and `run` for every layer.
 
-    Calls belong to one thread. Nothing here synchronises with the GPU unless a backend says so. Every argument is
-    checked before the first write. Nothing is recorded for gradients; with grad mode on and tensors that require them,
-    `backward` through a result raises a `StateError`.
+    Use it from one thread. No call waits for the GPU unless a backend says so. Each call checks its arguments before it
+    writes. No gradient is recorded: `backward` through a result raises `StateError`.
 
     Parameters
     ----------
@@ -67,15 +66,15 @@ class AttentionBackend(ABC):
     scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` by default.
     causal : bool
-        Whether a token sees only itself and what is before it. The last new token always is the last of its request
-        ("lower right").
+        A token sees only itself and the tokens before it. The last new token is the last of its request ("lower
+        right").
 
     Raises
     ------
     ConfigError
         An argument does not fit the cache.
     BackendUnavailableError
-        See `open_backend`; constructors themselves do not probe the machine.
+        See `open_backend`. A constructor itself does not probe the machine.
     """
 
     name: ClassVar[str]
@@ -118,23 +117,23 @@ class AttentionBackend(ABC):
         return self.num_qo_heads // self.num_kv_heads
 
     def plan(self, batch: Batch, *, graph: bool = False) -> None:
-        """Prepare for one step; serves all layers until the next `plan`.
+        """Prepare for one step. A plan serves all layers until the next one.
 
         Parameters
         ----------
         batch : Batch
         graph : bool
-            The step's `append` and `run` are being captured in a CUDA graph on the current stream, or replayed from
-            one captured after a `plan` of as many lanes. Each lane must have one token. Rows of padded lanes may then
+            The step's `append` and `run` are captured in a CUDA graph on the current stream, or replayed from a graph
+            that was captured after a `plan` of as many lanes. Each lane must have one token. Rows of padded lanes may
             hold anything finite.
 
         Raises
         ------
         ConfigError
-            A reqid or length does not fit the cache, or the batch a graph; the former plan stays. After any other
-            failure there is none.
+            A reqid or length does not fit the cache, or the batch does not fit a graph. The former plan stays; after
+            any other failure there is no plan.
         StateError
-            With `graph`, over a cache with `debug`: as `append`, which a replay does not call. The former plan stays.
+            With `graph`, over a cache with `debug`: as `append`, since a replay calls none. The former plan stays.
         """
         self._check_batch(batch)
         if graph:
@@ -142,7 +141,7 @@ class AttentionBackend(ABC):
         lanes = batch.lanes()
         if graph and self._checks_rows:
             self._check_rows(lanes)
-        self._batch = None  # what is prepared from here on does not go with the former one
+        self._batch = None  # from here on, what is prepared is not the former plan's any more
         self._written.clear()
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
@@ -157,16 +156,16 @@ class AttentionBackend(ABC):
         ----------
         layer : int
         k, v : Tensor
-            ``[total_q, H, D]`` of the cache's dtype (any floating dtype for a float8 cache, rounded to nearest) on its
-            device, in any strides; copied where the last dimension is not contiguous.
+            ``[total_q, H, D]`` on the cache's device, of its dtype; for a float8 cache, of any floating dtype, which is
+            rounded to nearest. Any strides; rows are copied first if the last dimension is not contiguous.
 
         Raises
         ------
         ConfigError
             Shape, dtype or device do not fit. Nothing was written.
         StateError
-            `plan` was never called, or failed. Over a cache with `debug`, which is asked once a plan: the rows are not
-            backed, or lie in pages that other requests share. Nothing was written.
+            `plan` was never called, or it failed. Over a cache with `debug`, once a plan: rows are not backed, or lie
+            in pages that other requests share. Nothing was written.
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)
@@ -186,10 +185,10 @@ class AttentionBackend(ABC):
         ----------
         layer : int
         q : Tensor
-            ``[total_q, num_qo_heads, D]``, dtype (float32, float16 or bfloat16 over a float8 cache), device and strides
-            as for `append`.
+            ``[total_q, num_qo_heads, D]``; device, dtype and strides as for `append`, but float32, float16 or bfloat16
+            over a float8 cache.
         out : Tensor, optional
-            Where to write; shape, dtype and device of `q`, last dimension contiguous. Rows of padded lanes become
+            Where to write: shape, dtype and device of `q`, last dimension contiguous. Rows of padded lanes become
             zeros.
 
         Returns
@@ -200,7 +199,7 @@ class AttentionBackend(ABC):
         Raises
         ------
         ConfigError, StateError
-            As `append`. `out` is given and something requires a gradient, as torch's own functions refuse it.
+            As `append`. Or `out` is given and an input requires a gradient, which torch's own functions refuse, too.
         """
         self._check("q", q, self.num_qo_heads)
         if out is not None:

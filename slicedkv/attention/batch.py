@@ -1,4 +1,4 @@
-"""`Batch`: what one step computes, request by request. Plain numbers; knows neither tensors nor backends."""
+"""`Batch`: what one step computes, request by request, in plain numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PADDED = -1
 
 
 class Lane(NamedTuple):
-    """One request of a batch: its slot, the packed rows ``[begin, end)`` it owns, and its length with them."""
+    """One request of a batch: its slot, its packed rows ``[begin, end)``, and its length with them."""
 
     reqid: int
     begin: int
@@ -41,11 +41,11 @@ class Batch:
     Attributes
     ----------
     reqids : tuple of int
-        Slot of each lane; -1 is a padded lane, which reads and writes nothing and whose output is zeros.
+        Slot of each lane. -1 is a padded lane: it reads and writes nothing, and its output is zeros.
     q_lens : tuple of int
-        New tokens of each lane, possibly 0. They are the last `q_lens[i]` tokens of the request.
+        New tokens of each lane, 0 or more: the last tokens of its request.
     seq_lens : tuple of int
-        Length of each request, the new tokens included; 0 for a padded lane, whatever was given.
+        Length of each request, with its new tokens. 0 for a padded lane, whatever was given.
 
     Raises
     ------
@@ -107,7 +107,7 @@ class Batch:
 
 
 def _ints(name: str, values: Sequence[int], low: int) -> tuple[int, ...]:
-    """Return the values as ints, each at least `low`; ints that are cost no Python call each."""
+    """Return the values as ints, each at least `low`. A sequence of plain ints costs no call for each."""
     if set(map(type, values)) == {int} and min(values) >= low:
         return tuple(values)
     return tuple(check_int(name, value, low) for value in values)

@@ -1,10 +1,11 @@
 """Attention through FlashInfer, which reads slices in place: as pages of a table, or as one strided request.
 
-Decode and batches of short prompts take the kernels for paged caches over a `PagedView`; long prompts and chunks take
-`single_prefill`, which needs no table and is faster there. A step with prompts, which is never captured, takes all its
-kernels here: with few tokens it waits for the host, and launching Triton's costs that several times as much. Other
-steps append by the Triton kernel. FlashInfer compiles what a dtype and head dimension need at their first use, half a
-minute or so, and keeps it.
+Decode and batches of short prompts use the kernels for paged caches over a `PagedView`. Long prompts and chunks use
+`single_prefill`, which needs no table and is faster there.
+
+A step with prompts uses FlashInfer's kernels for everything. It is never captured; with few tokens it waits for the
+host, and to launch Triton's kernels costs several times as much. Other steps append by the Triton kernel. FlashInfer
+compiles the kernels of a dtype and head dimension at their first use, half a minute or so, and keeps them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = ["FlashInferBackend", "WrapperPlans"]
 _PAGE_TOKENS = 64
 _WORKSPACE_BYTES = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
-# Where `single_prefill` is faster than the kernel for pages, measured on H200 (bench/results/prefill-h200.json, columns
-# single_sliced and view_sliced). Among others a lane must fill the GPU by itself, with 4 tiles of 128 queries and 32
-# heads; alone, it only must read enough to gain by doing without a table.
+# From here on `single_prefill` is faster than the kernel for pages, measured on H200 (bench/results/prefill-h200.json,
+# columns single_sliced and view_sliced). Beside other lanes, a lane must fill the GPU by itself, with 4 tiles of 128
+# queries and 32 heads. Alone, it must read enough to gain by doing without a table.
 _SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 512, 8192
 _ALONE_SEQ_LEN, _ALONE_PAIRS = 4096, 1 << 20
 # Longer ones are cut: neighbouring queries then share what they read in the GPU's cache.
@@ -48,11 +49,11 @@ class _Span:
 
 
 class WrapperPlans:
-    """Plans FlashInfer's wrappers, each of which has one piece of pinned memory that its plans leave from.
+    """Plans FlashInfer's wrappers, and waits where their pinned memory is still in use.
 
-    A plan is copied to the device in the stream's order. One that is made before the last has left would overwrite it
-    there, and kernels would read wherever the mixture says. So planning a wrapper again waits until its last plan has
-    left: for the work that was queued before that one.
+    Each wrapper has one piece of pinned memory. The device copies a plan from there in the stream's order. A plan made
+    too early would overwrite the one before, and kernels would read wherever the mixture says. So to plan a wrapper
+    again is to wait until the device has copied its last plan, and thus for the work queued before that.
 
     Parameters
     ----------
@@ -76,7 +77,8 @@ class WrapperPlans:
 class FlashInferBackend(TritonBackend):
     """FlashInfer backend; see `AttentionBackend`. float16 and bfloat16; a head dimension of 64, 128 or 256.
 
-    `plan` copies the page table to the device and waits until the plan before has been copied, see `WrapperPlans`.
+    `plan` copies the page table to the device. It waits until the device has copied the plan before, see
+    `WrapperPlans`.
 
     Parameters
     ----------
@@ -138,9 +140,9 @@ class FlashInferBackend(TritonBackend):
         self._spans = self._cut([lane for lane in lanes if lane.begin >= first], first)
 
     def _find_places(self, lanes: Sequence[Lane]) -> tuple[Tensor, ...]:
-        """What `append_paged_kv_cache` asks of a step without padded lanes, on the device.
+        """What `append_paged_kv_cache` needs of a step without padded lanes, on the device.
 
-        That is the lane and the position of each row, then the page table of all lanes.
+        These are the lane and the position of each row, then the page table of all lanes.
         """
         index, q_lens, past_lens = torch.tensor(
             [(index, lane.q_len, lane.past_len) for index, lane in enumerate(lanes)], dtype=torch.int64, device="cpu"
@@ -169,7 +171,7 @@ class FlashInferBackend(TritonBackend):
         )  # fmt: skip
 
     def _open_decoder(self, captured_lanes: int) -> Any:
-        """Return the wrapper for steps that are not captured, or for those captured with so many lanes."""
+        """Return the wrapper for captured steps of so many lanes; with 0, for steps that are not captured."""
         if captured_lanes not in self._decoders:
             options: dict[str, Any] = {}
             if captured_lanes:

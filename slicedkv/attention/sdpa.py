@@ -58,7 +58,7 @@ class SDPABackend(AttentionBackend):
             out[lane.begin : lane.end] = attend(rows, k, v)
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One new token sees everything: its group of query heads are the query rows of their KV head."""
+        """One new token sees everything, so a group of query heads can be the query rows of its KV head."""
         grouped = q.reshape(1, self.num_kv_heads, self.group_size, self.head_dim)
         mixed = scaled_dot_product_attention(grouped, k, v, scale=self.scale)
         return mixed.reshape(1, self.num_qo_heads, self.head_dim)
@@ -72,10 +72,10 @@ class SDPABackend(AttentionBackend):
         return mixed[0].transpose(0, 1)
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Later tokens of a request: is_causal would align the mask top left, so a lower-right bias takes its place.
+        """Attend from later tokens of a request: they need a lower-right bias, since is_causal aligns top left.
 
-        With this bias not every kernel groups heads itself. All of them take a stride of 0, so KV heads become the
-        batch, and each serves its group of query heads without being repeated.
+        Not every kernel groups heads with this bias, but all take a stride of 0. So KV heads become the batch, and each
+        serves its group of query heads without being repeated.
         """
         q_len, seq_len = q.shape[0], k.shape[2]
         grouped = q.reshape(q_len, self.num_kv_heads, self.group_size, self.head_dim).permute(1, 2, 0, 3)

@@ -1,7 +1,7 @@
 """Attention through `slicedkv.triton_kernels`: append, split-KV decode and prefill over slices of any layout and dtype.
 
-A step's leading lanes decode, the others prefill: one launch for each kind of work and layer. What kernels need to
-know of a batch goes to the device in one small copy a step.
+A step's leading lanes decode, the others prefill, with one launch for each kind of work and layer. One small copy a
+step tells the device what kernels need to know of a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TritonBackend(AttentionBackend):
     soft_cap : float, optional
         Scores s become ``soft_cap * tanh(s / soft_cap)``.
     k_scale, v_scale : float, optional
-        What the values in a float8 cache are to be multiplied by; new K and V are divided by it.
+        For a float8 cache: kernels multiply the cached values by it, and divide new K and V by it.
     """
 
     name: ClassVar[str] = "triton"

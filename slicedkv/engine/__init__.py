@@ -1,6 +1,6 @@
 """A small continuous-batching engine over a transformers model: `Engine`, `Request`, `SamplingParams`.
 
-Only `engine` and `runner` know transformers and import it; requests, scheduler and sampler do not.
+`engine`, `opening`, `probe`, `runner`, `graphs` and `model_attention` import transformers; the other files do not.
 """
 
 from __future__ import annotations

@@ -1,30 +1,17 @@
-"""`Admission`: how requests get slots and what becomes of these at the end. Here they are given out and freed.
+"""`Admission`: gives slots to requests and frees them when requests are over.
 
-`PrefixCache` does the same with prefixes that requests share. Who gets a slot when is the scheduler's business.
+`PrefixCache` is an admission that lets requests share prefixes. The scheduler decides who gets a slot, and when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..errors import ConfigError, StateError
-from ..layout import KVLayout
 from .request import Request
+from .served_cache import ServedCache
 
-__all__ = ["Admission", "AdmittingCache", "slot_of"]
-
-
-class AdmittingCache(Protocol):
-    """The part of `SlicedKVCache` that admission uses; see there."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-    def alloc_reqid(self, seq_len: int = 0) -> int: ...
-    def free_reqid(self, reqid: int) -> None: ...
-    def is_active(self, reqid: int) -> bool: ...
-    def can_admit(self, seq_len: int) -> bool: ...
-    def pages_available(self) -> int: ...
+__all__ = ["Admission", "slot_of"]
 
 
 class Admission:
@@ -32,7 +19,7 @@ class Admission:
 
     Parameters
     ----------
-    cache : AdmittingCache
+    cache : ServedCache
 
     Attributes
     ----------
@@ -40,13 +27,13 @@ class Admission:
         Tokens that requests did not have to compute, so far.
     """
 
-    def __init__(self, cache: AdmittingCache) -> None:
+    def __init__(self, cache: ServedCache) -> None:
         self._cache = cache
         self.num_cached_tokens = 0
 
     @property
     def held_bytes(self) -> int:
-        """Memory kept for requests to come."""
+        """Memory kept for later requests."""
         return 0
 
     def pages(self, seq_len: int) -> int:
@@ -65,15 +52,15 @@ class Admission:
             Pages that the running requests still need.
         running : sequence of Request
         """
-        # Memory first: it is what most are refused for, and with it there is nothing but a slot to ask for.
+        # Memory first: most requests are refused for it. A slot is all that is left to ask for then.
         return promised + self.pages(seq_len) <= self._cache.pages_available() and self._cache.can_admit(0)
 
     def is_fresh(self, request: Request) -> bool:
-        """True when a waiting request begins with nothing that is computed already."""
+        """True when nothing that a waiting request begins with is computed already."""
         return True
 
     def admit(self, request: Request) -> int:
-        """Return a slot for a request, and note which of its tokens are there already.
+        """Return a slot for a request, and note which of its tokens need not be computed.
 
         Raises
         ------
@@ -86,10 +73,10 @@ class Admission:
         """Note that a running request has computed more tokens."""
 
     def forget(self, request: Request) -> None:
-        """Note that a running request is about to lose its slot and will be computed again."""
+        """Note that a running request is about to lose its slot."""
 
     def release(self, request: Request) -> None:
-        """Take the slot of a request that is over, unless a failing driver lost it."""
+        """Free the slot of a request that is over, unless a failing driver lost it."""
         slot = slot_of(request)
         try:
             self._cache.free_reqid(slot)
@@ -98,14 +85,14 @@ class Admission:
                 raise
 
     def trim(self) -> None:
-        """Give up what is kept for requests to come beyond its limit; called when requests are over."""
+        """Give up what is kept for later requests beyond the limit. The scheduler calls it when requests are over."""
 
     def evict(self) -> bool:
-        """Give up something that is kept for requests to come; False when there is nothing."""
+        """Give up something that is kept for later requests; False when there is nothing."""
         return False
 
     def clear(self) -> None:
-        """Give up all that is kept for requests to come."""
+        """Give up all that is kept for later requests."""
         while self.evict():
             pass
 

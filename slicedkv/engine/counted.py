@@ -13,8 +13,8 @@ __all__ = ["CountedBackend"]
 class CountedBackend:
     """Hands calls on to a planned backend and counts the layers.
 
-    A layer that attends twice would overwrite the K and V of its first time, and later tokens would read the wrong
-    ones; one that never comes here attended by itself, to tokens of other requests.
+    A layer that attends twice would overwrite its first K and V, and later tokens would read wrong ones. A layer that
+    never comes here has attended by itself, to tokens of other requests, too.
 
     Parameters
     ----------

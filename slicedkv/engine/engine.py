@@ -34,32 +34,33 @@ class Engine(Unique):
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model of the Llama family in evaluation mode. Its attention is set to "slicedkv" until
-        `close`, which gives each part of it the one it had; do not use it otherwise meanwhile.
+        A causal language model of the Llama family in evaluation mode. The engine sets its attention to "slicedkv";
+        `close` sets each part of it back. Do not use the model for anything else meanwhile.
     tokenizer : PreTrainedTokenizerBase, optional
         Lets prompts be strings.
     max_batch_size, max_seq_len : int
         Slots, and the longest request in tokens.
     cache : SlicedKVCache, optional
-        One that fits the model, as `cache_for_model` opens it, instead of these two and `cache_kwargs`. The engine
-        closes it.
+        A cache that fits the model, as `cache_for_model` opens it. It replaces `max_batch_size`, `max_seq_len` and
+        `cache_kwargs`. The engine closes it.
     max_tokens_per_step : int, optional
-        Longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
+        Most tokens of a step; longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
     backend : str or AttentionBackend
-        Attention backend, see `open_backend`; or one over `cache`.
+        Name of an attention backend, see `open_backend`; or a backend over `cache`.
     cuda_graphs : bool, optional
-        Whether steps in which every request computes one token are captured and replayed as CUDA graphs, one for each
-        padded number of requests. By default where backend and model allow it.
+        Replay steps in which every request computes one token as CUDA graphs, one graph for each padded number of
+        requests. By default the engine does so where backend and model allow it.
     preemption : {"recompute", "swap", "auto"}
-        How a request gives its slot to older ones: computed again, swapped to host memory, or the faster as measured.
+        What becomes of the rows of a request that gives its slot to older ones: it computes them again, they are
+        swapped to host memory, or whichever is faster as measured.
     prefix_cache : int, float or str, optional
-        Requests share the K and V of the tokens they begin with, and finished ones leave theirs to those that come:
-        at most so many bytes, "4GiB", or this fraction of the cache's memory limit, given up when memory or slots are
-        short. By default nothing is shared.
+        Share prefixes: requests share the K and V of the tokens that they begin with, and finished ones leave theirs to
+        later ones. The value limits what finished requests leave: bytes, "4GiB", or a fraction of the cache's memory
+        limit. The engine gives it up when memory or slots are short. By default nothing is shared.
     on_step : callable, optional
         Called with an `EngineStep` after each step.
     probe : bool
-        Whether a few tokens are computed first, packed and alone, and a model that would give wrong tokens is refused.
+        Compute a few tokens at the start, packed and alone, and refuse a model that would give wrong tokens.
     **cache_kwargs
         Further arguments of `SlicedKVCache`, such as `memory_limit` and `layout`.
 
@@ -148,14 +149,14 @@ class Engine(Unique):
         return self._closed
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue a prompt, a string or token ids. `step`, `stream` or `run` will serve it.
+        """Queue a prompt, a string or token ids. `step`, `stream` and `run` serve it.
 
         Raises
         ------
         ConfigError
-            It is no prompt, is empty, has unknown tokens, or together with `max_tokens` exceeds `max_seq_len`.
+            It is no prompt; it is empty; it has unknown tokens; with `max_tokens` it exceeds `max_seq_len`.
         CapacityError
-            The request could outgrow all the cache's memory.
+            The request may need more memory than the cache has.
         StateError
             The engine is closed.
         """
@@ -169,14 +170,14 @@ class Engine(Unique):
         return request
 
     def step(self) -> list[Event]:
-        """Compute one step and return the new tokens, in packed order; an empty list when there were none.
+        """Compute one step and return its new tokens in packed order; an empty list if there are none.
 
         Raises
         ------
         OutOfPagesError
             See `Scheduler.schedule`. The requests stay queued.
         StateError
-            The engine is closed; or the logits of requests are not numbers. Those have failed, the others go on.
+            The engine is closed. Or logits are not numbers: requests with such logits have failed, the others go on.
         """
         self._check_open()
         start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
@@ -192,7 +193,7 @@ class Engine(Unique):
             self.scheduler.admit_ahead()
             mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
             held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
-        finally:  # or tokens that are drawn would be drawn again, others perhaps
+        finally:  # otherwise tokens that are drawn already would be drawn again, and might be others
             wait = self._accept(ready, chosen)
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         self.scheduler.retire()
@@ -228,7 +229,7 @@ class Engine(Unique):
         return wait
 
     def _take_events(self) -> list[Event]:
-        """New tokens, also of an earlier step that failed when it had them."""
+        """New tokens, also those of an earlier step that failed after it had them."""
         events, self._events = self._events, []
         return events
 
@@ -238,7 +239,7 @@ class Engine(Unique):
             self.step()
 
     def stream(self, request: Request) -> Iterator[int]:
-        """Yield a request's tokens as they come, from its first; serves the other requests on the way."""
+        """Yield a request's tokens from its first, as they come. The engine serves the other requests meanwhile."""
         given = 0
         while True:
             while given < len(request.output_ids):
@@ -258,7 +259,7 @@ class Engine(Unique):
         Raises
         ------
         ConfigError, CapacityError, OutOfPagesError, StateError
-            As `submit` and `step`, or one prompt was passed instead of a list. All of these requests are over then.
+            As `submit` and `step`; one prompt was passed instead of a list. None of these requests goes on.
         """
         each = check_prompts(prompts, params)
         requests: list[Request] = []
@@ -275,14 +276,14 @@ class Engine(Unique):
         self.scheduler.abort(*requests)
 
     def reset_prefix_cache(self) -> None:
-        """Give up all prefixes of finished requests. Running ones still share theirs."""
+        """Give up all prefixes of finished requests. Running requests go on sharing theirs."""
         self._check_open()
         self.scheduler.admission.clear()
 
     def close(self) -> None:
-        """Abort what is left, give the model its attention back and free all memory.
+        """Abort what is left, give the model its attention back and free all memory. A second call does nothing.
 
-        If that fails, all that can be done is, and another call tries the rest again; otherwise it does nothing.
+        After a failure the close goes on as far as it can, and a second call tries the rest again.
         """
         if self._closed:
             self.cache.close()

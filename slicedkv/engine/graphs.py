@@ -1,8 +1,8 @@
 """Decode steps of a model as CUDA graphs, one for each padded number of requests.
 
-A step of one token a request launches the same kernels every time; captured, they cost the host one launch. Lengths,
-slots and tokens are read from memory that stays in place, so requests come, grow and go, and pages are mapped, between
-two replays. Knows the model and the attention backend; neither queues nor pages.
+A step of one token a request launches the same kernels every time; a captured step costs the host one launch. Kernels
+read lengths, slots and tokens from memory that stays in place. So between two replays requests come, grow and go, and
+the cache maps pages.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class DecodeGraphs:
         return logits[:count]
 
     def _capture(self, size: int) -> _Captured:
-        """Capture the planned step. It runs once before, so that libraries and kernels are loaded; rows that it appends
-        are appended again with the same values.
+        """Capture the planned step.
+
+        It runs once before, so that libraries and kernels are loaded. The capture's replay appends the same rows again.
         """
         current, side = torch.cuda.current_stream(self._backend.device), _capture_stream(self._backend.device)
         side.wait_stream(current)
@@ -125,11 +126,11 @@ class DecodeGraphs:
 
 @lru_cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream that graphs are captured on: libraries keep a workspace for every stream they see."""
+    """Return the one stream for captures: libraries keep a workspace for every stream that they see."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Return the numbers of requests to capture, up to `max_batch_size`: few, none much larger than what it is for."""
+    """Return the numbers of requests to capture, up to `max_batch_size`: few, but with little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch_size + 1, 32)]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]

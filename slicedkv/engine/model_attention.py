@@ -1,4 +1,4 @@
-"""`ModelAttention`: sets a model's attention to "slicedkv" and back, each part to what it had."""
+"""`ModelAttention`: sets a model's attention to "slicedkv", and back to what each part had."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelAttention:
         self._set()
 
     def check(self) -> None:
-        """Refuse a model whose attention somebody else has set meanwhile.
+        """Check that nobody else has set the model's attention meanwhile.
 
         Raises
         ------

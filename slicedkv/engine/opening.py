@@ -1,4 +1,4 @@
-"""What an engine is opened with: its cache, how requests are admitted to it, what runs the model, what ends a text."""
+"""How an engine opens its parts: the cache, admission, the runner; and what it reads from a model's config."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from ..integrations.servable import (
 from ..integrations.transformers import cache_for_model
 from .admission import Admission
 from .model_attention import ModelAttention
-from .prefix_cache import PrefixCache, SharingCache
+from .prefix_cache import PrefixCache
 from .probe import probe
 from .runner import ModelRunner
+from .served_cache import SharingCache
 
 __all__ = ["check_prefix_cache", "eos_ids", "open_admission", "open_cache", "open_runner", "warn_of_ignored"]
 
@@ -57,12 +58,12 @@ _NEUTRAL |= dict.fromkeys(("top_k", "min_p", "top_h", "epsilon_cutoff", "eta_cut
 
 
 def open_cache(model: PreTrainedModel, cache: SlicedKVCache | None, options: dict[str, Any]) -> SlicedKVCache:
-    """Return the cache that was given, or open one; one of the two must be described, and only one.
+    """Return the cache that the caller gave, or open one from options. The caller gives one of the two.
 
     Raises
     ------
     ConfigError
-        Both or neither are there, or an option does not fit the model, or the model cannot be served.
+        Both or neither were given; an option does not fit the model; the model cannot be served.
     """
     given = sorted(name for name, value in options.items() if value is not None)
     if cache is not None:
@@ -102,12 +103,12 @@ def _check_fits(model: PreTrainedModel, cache: SlicedKVCache) -> None:
 
 
 def check_prefix_cache(limit: MemoryLimit, cache: SlicedKVCache | None) -> None:
-    """Refuse what cannot be a limit of held prefixes, or a cache that cannot share, before anything is opened.
+    """Check the limit of held prefixes, before anything is opened.
 
     Raises
     ------
     ConfigError
-        See there.
+        It is not written as a limit, or the cache cannot share prefixes.
     """
     if limit is None:
         return
@@ -135,7 +136,7 @@ def open_runner(
     cuda_graphs: bool | None,
     probing: bool,
 ) -> ModelRunner:
-    """Return what runs a model over a cache, with its attention set, and probed if that is wanted.
+    """Return what runs a model over a cache. The model's attention is set, and with `probing` it was probed.
 
     Raises
     ------
@@ -157,7 +158,7 @@ def open_runner(
 
 
 def warn_of_ignored(model: PreTrainedModel) -> None:
-    """Warn of what a model's generation config asks for and an engine does not do."""
+    """Warn of what a model's generation config asks for and the engine ignores."""
     config = getattr(model, "generation_config", None)
     fields = _GREEDY_FIELDS + (_SAMPLING_FIELDS if getattr(config, "do_sample", False) else ())
     found = [(name, getattr(config, name, None)) for name in fields]
@@ -171,7 +172,7 @@ def warn_of_ignored(model: PreTrainedModel) -> None:
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The model's end-of-text tokens, which configs give as a number, a list or not at all."""
+    """The model's end-of-text tokens. Configs have a number, a list or nothing."""
     for config in (getattr(model, "generation_config", None), model.config):
         found = getattr(config, "eos_token_id", None)
         if found is not None:

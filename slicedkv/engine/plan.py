@@ -1,4 +1,4 @@
-"""`StepPlan`: what the scheduler asks of one step and the runner computes. Requests and numbers only."""
+"""`StepPlan`: what the scheduler wants one step to compute. Requests and numbers only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepPlan:
         return sum(self.q_lens)
 
     def seq_lens(self, running: Iterable[Request]) -> dict[int, int]:
-        """Lengths by slot after this step; a running request without tokens in it keeps its length."""
+        """Lengths by slot after this step. Running requests that compute nothing in it keep theirs."""
         lens = {slot_of(request): request.num_computed for request in running}
         for request, q_len in zip(self.requests, self.q_lens, strict=True):
             lens[slot_of(request)] += q_len

@@ -1,17 +1,16 @@
 """`Preemptor`: how a running request gives its slot away, by swapping its rows out or by computing them again.
 
-Knows a cache's public interface and one request at a time; who is preempted, and when, is the scheduler's business.
+The scheduler decides who is preempted, and when.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from ..errors import CapacityError, ConfigError
-from ..layout import KVLayout
 from ..requests.swap import SwapHandle
-from ..stats import CacheStats
 from .request import Request
+from .served_cache import ServedCache
 
 __all__ = ["PreemptionKind", "Preemptor"]
 
@@ -19,26 +18,15 @@ PreemptionKind = Literal["recompute", "swap", "auto"]
 _SMOOTHING = 0.3
 
 
-class SwappingCache(Protocol):
-    """The part of `SlicedKVCache` that a preemptor uses; see there."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-    def free_reqid(self, reqid: int) -> None: ...
-    def swap_out(self, reqid: int) -> SwapHandle: ...
-    def swap_in(self, handle: SwapHandle) -> int | None: ...
-    def stats(self) -> CacheStats: ...
-
-
 class Preemptor:
     """Take slots from requests and give them back.
 
     Parameters
     ----------
-    cache : SwappingCache
+    cache : ServedCache
     kind : {"recompute", "swap", "auto"}
-        "auto" does what takes less time by the measured speed of copies and of computing prompts, and computes again
-        while one of them is not known. Where host memory is short, all compute again.
+        "auto" does what takes less time, by the measured speeds of copies and of computing prompts. Until both are
+        measured it computes again. Whenever host memory is short, any kind computes again.
 
     Attributes
     ----------
@@ -51,7 +39,7 @@ class Preemptor:
         There is no such kind.
     """
 
-    def __init__(self, cache: SwappingCache, kind: PreemptionKind) -> None:
+    def __init__(self, cache: ServedCache, kind: PreemptionKind) -> None:
         if kind not in get_args(PreemptionKind):
             raise ConfigError(f"preemption is {kind!r}; use one of {', '.join(get_args(PreemptionKind))}")
         self.kind = kind
@@ -60,7 +48,7 @@ class Preemptor:
         self._prefill = _PrefillMeter()
 
     def take_slot(self, request: Request, reqid: int) -> None:
-        """Free a request's slot, its rows swapped out or to be computed again."""
+        """Free a request's slot: swap its rows out, or have them computed again."""
         request.swapped = self._free_slot(request, reqid)
         if request.swapped is None:
             request.num_computed = 0
@@ -68,7 +56,7 @@ class Preemptor:
             self.num_swaps += 1
 
     def _free_slot(self, request: Request, reqid: int) -> SwapHandle | None:
-        """Free a request's slot; return its rows in host memory, or None if they are to be computed again."""
+        """Free a request's slot; return its rows in host memory, or None if it computes them again."""
         bytes_per_s = self._cache.stats().copy_bytes_per_s if self.kind == "auto" else 0.0
         worthwhile = self.kind == "swap" or self._is_faster(request, bytes_per_s)
         to_be_measured = self.kind == "auto" and not bytes_per_s
@@ -93,7 +81,7 @@ class Preemptor:
         return copying < request.num_computed / self._prefill.tokens_per_s
 
     def bring_back(self, request: Request) -> int | None:
-        """Swap a request's rows in and return its reqid; None when it has none, or memory is short and they stay."""
+        """Swap a request's rows in and return its reqid; None if it has none there, or if memory is short."""
         if request.swapped is None:
             return None
         reqid = self._cache.swap_in(request.swapped)
@@ -102,19 +90,19 @@ class Preemptor:
         return reqid
 
     def drop(self, request: Request) -> None:
-        """Give up the rows a request has in host memory, if any: it is over, or computed again."""
+        """Give up the rows that a request has in host memory, if any: it is over, or computes them again."""
         if request.swapped is not None:
             request.swapped.release()
             request.swapped = None
             request.num_computed = 0
 
     def note_step(self, q_lens: tuple[int, ...], seconds: float, *, waited: bool) -> None:
-        """Note what a step computed and how long it took; `waited` for the device, or left it at work."""
+        """Note what a step computed and how long it took. Not `waited`: the device was still at work at its end."""
         self._prefill.note(sum(q_lens), sum(q_len for q_len in q_lens if q_len > 1), seconds, waited=waited)
 
 
 class _PrefillMeter:
-    """Tokens a second of steps that compute prompts, over what lies between two waits for the device."""
+    """Tokens a second of steps that compute prompts, measured from one wait for the device to the next."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0

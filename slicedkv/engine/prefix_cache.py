@@ -1,34 +1,26 @@
-"""`PrefixCache`: requests begin with what others have computed. Running ones share it, finished ones leave it behind.
+"""`PrefixCache`: requests begin with what others have computed.
 
-A finished request's rows stay in its slot, which is *held*, as long as nobody needs the slot or the memory and the
-limit is not passed; the one used least recently goes first. A newcomer that continues a held request takes over slot
-and rows; any other shares the pages of the longest beginning it has in common with a running or held one. Held slots
-take slots from nobody: they are given up for a newcomer, and before a running request is preempted.
+Running requests share what they begin with. Finished ones leave it behind: their rows stay in their slots, which are
+*held*, up to a limit. The slot used least recently is given up first.
+
+A newcomer that continues a held request takes over its slot and rows. Any other one shares the pages of the longest
+beginning that it has in common with a running or held request. Held slots never keep a slot or memory from a request:
+they are given up for a newcomer, and before a running request is preempted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from ..errors import OutOfSlotsError, SlicedKVError
-from .admission import Admission, AdmittingCache, slot_of
+from .admission import Admission, slot_of
 from .prefix_index import PrefixIndex
 from .request import Request
+from .served_cache import SharingCache
 
-__all__ = ["PrefixCache", "SharingCache"]
-
-
-@runtime_checkable
-class SharingCache(AdmittingCache, Protocol):
-    """The part of `SlicedKVCache` that a prefix cache uses; see there."""
-
-    def step(self, seq_lens: dict[int, int]) -> bool: ...
-    def prefetch(self, reqid: int, seq_len: int) -> None: ...
-    def share_prefix(self, src: int, dst: int, num_tokens: int) -> bool: ...
-    def shareable_pages(self, reqid: int, num_tokens: int) -> int: ...
-    def freeable_pages(self, reqids: Iterable[int]) -> int: ...
+__all__ = ["PrefixCache"]
 
 
 class _Hit(NamedTuple):
@@ -63,13 +55,13 @@ class PrefixCache(Admission):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that only held slots keep from others; what running requests share with them is not counted."""
+        """Memory that held slots alone keep from others, without what running requests share with them."""
         return self._cache.freeable_pages(self._held) * self._cache.layout.page_bytes
 
     def can_admit(self, request: Request, seq_len: int, promised: int, running: Sequence[Request]) -> bool:
-        """As `Admission.can_admit`; held memory and slots count as free, and what is shared as there.
+        """As `Admission.can_admit`. Held memory and slots count as free, and shared pages as present.
 
-        False too while a running request computes more of what this one begins with: a little later it is there.
+        Also False while a running request computes more of what this one begins with: soon it can be shared.
         """
         swapped = request.num_computed > 0  # it brings its own rows with it
         hit = None if swapped else self._find(request)
@@ -80,7 +72,7 @@ class PrefixCache(Admission):
         missing = promised + self.pages(seq_len) - self._cache.pages_available()
         if missing <= 0:
             return True
-        # Given up after it was shared, the source itself leaves what the request does not have of it.
+        # The source may be given up after it was shared: what the request does not share of it becomes free.
         if missing <= self._cache.freeable_pages(self._held):
             return True
         others = [slot for slot in self._held if slot != hit.slot] if hit else []
@@ -91,7 +83,7 @@ class PrefixCache(Admission):
         return self._find(request) is None
 
     def admit(self, request: Request) -> int:
-        """As `Admission.admit`; held slots are given up when there is no other, or memory for a copy is short."""
+        """As `Admission.admit`. Held slots are given up if no slot is idle, or memory for a copy is short."""
         hit = self._find(request)
         reqid = None if hit is None else self._attach(hit, request)
         if hit is None or reqid is None:
@@ -109,7 +101,7 @@ class PrefixCache(Admission):
         return reqid
 
     def note_computed(self, request: Request) -> None:
-        """As `Admission.note_computed`: whole runs of them can be shared from now on."""
+        """As `Admission.note_computed`: other requests can share whole runs of its tokens from now on."""
         slot, run = slot_of(request), self._index.run_tokens
         start = self._index.length(slot)
         if request.num_computed >= start + run:
@@ -148,7 +140,7 @@ class PrefixCache(Admission):
     # --- beginning with what is there -------------------------------------------------------------------------------
 
     def _find(self, request: Request) -> _Hit | None:
-        """The best slot to begin with: of those that have most, one to take over, else a running one."""
+        """The best slot to begin with. Of the slots with the longest match, one to take over; else a running one."""
         # The last token is always computed: the next one is chosen from its logits.
         length, slots = self._index.match(request.token_ids(0, request.num_tokens - 1))
         if not slots:
@@ -158,7 +150,7 @@ class PrefixCache(Admission):
         return _Hit(next(chain(takeable, slots - self._held.keys(), recent)), length)
 
     def _is_whole(self, hit: _Hit) -> bool:
-        """True when a held slot has nothing beside the hit that could be shared, so taking it over costs nothing."""
+        """True when a held slot has nothing beyond the hit that others could share: taking it over costs nothing."""
         return hit.slot in self._held and self._index.length(hit.slot) == hit.length
 
     def _is_coming(self, request: Request, length: int, running: Sequence[Request]) -> bool:
@@ -174,11 +166,11 @@ class PrefixCache(Admission):
         )
 
     def _attach(self, hit: _Hit, request: Request) -> int | None:
-        """Return a slot with the rows of a hit, the one that has them or one that shares them; None: there is none."""
+        """Return a slot with the rows of a hit: the one that has them, or one that shares them. None: neither."""
         if self._is_whole(hit):
             return self._take_over(hit)
         reqid = self._alloc(0, keep=hit.slot)
-        if reqid == hit.slot:  # the last slot there is: of use if the request fills its pages anyway
+        if reqid == hit.slot:  # the last slot: worth taking over only if the request fills its pages anyway
             fits = self.pages(self._index.length(hit.slot)) <= self.pages(request.num_tokens)
             return self._take_over(hit) if fits else None
         if not self._share(hit, reqid):
@@ -203,7 +195,7 @@ class PrefixCache(Admission):
         return True
 
     def _take_over(self, hit: _Hit) -> int | None:
-        """Make a held slot that of a request, cut to the hit; None when others share what lies behind it for good."""
+        """Give a held slot, cut to the hit, to a request. None: memory is short for copies of what others share."""
         try:
             # The cache learns that rows from here on will be written again.
             ok = self._cache.step({hit.slot: hit.length})
@@ -219,7 +211,7 @@ class PrefixCache(Admission):
         return hit.slot
 
     def _alloc(self, seq_len: int, keep: int | None = None) -> int:
-        """Return an idle slot, giving up held ones if there is none; `keep` when no other is left, which stays held."""
+        """Return an idle slot, giving up held ones if there is none. If only `keep` is left, return it, still held."""
         while True:
             try:
                 return self._cache.alloc_reqid(seq_len)
@@ -233,11 +225,11 @@ class PrefixCache(Admission):
     # --- holding ----------------------------------------------------------------------------------------------------
 
     def _is_worth_holding(self, request: Request) -> bool:
-        """True when a request that is over has tokens no other slot has, and its memory is below the limit."""
+        """True when a finished request has tokens that no other slot has, and its memory is below the limit."""
         slot = slot_of(request)
         if not self._index.length(slot) or self._index.covering(slot):
             return False
-        # Of a prompt that was not computed to its end, pages that it asked for would be held too.
+        # A prompt that was not computed to its end would hold pages that it only asked for.
         computed = request.num_computed >= len(request.prompt_ids)
         return computed and self._cache.freeable_pages([slot]) <= self._limit_pages
 

@@ -1,8 +1,7 @@
 """`PrefixIndex`: which slots hold the rows of which tokens, and the longest beginning of a prompt among them.
 
-A trie whose edges are runs of tokens, each as long as a page has whole tokens. A node knows the slots whose tokens lead
-to it or through it. Nodes are found by dict, which hashes a run and then compares its tokens: no hash is trusted. Knows
-tokens and numbers of slots; neither requests, pages nor caches.
+It is a trie. Its edges are runs of tokens, each as long as a page has whole tokens. A node knows the slots whose tokens
+lead to it or through it. A dict finds nodes: it hashes a run and then compares its tokens, so no hash is trusted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`probe`: does a model give the same logits for prompts packed into one row as for each alone?
+"""`probe`: does a model give the same logits for prompts packed into one row as for each prompt alone?
 
-Asked once when an engine opens, before anybody is served. Two short prompts are computed packed, in one step, and a
-decode step of each; then each alone, by the model's own forward with its own attention. A model that counts tokens
-instead of reading their positions, attends in a way that a plan cannot say, or does anything else that only holds for
-one text a row, differs here.
+An engine asks once, when it opens. It computes two short prompts packed in one step, and a decode step of each; then
+each alone, by the model's own forward with its own attention. The logits differ if a model counts tokens instead of
+reading their positions, attends in a way that a plan cannot say, or does anything else that holds only for one text a
+row.
 
-One prompt begins at position 0. The other ends at the last position that the engine can be asked for, where models
-that treat long texts in another way (scores that are tuned to the distance, other rotary frequencies) do so. Nothing
-needs to be computed for what lies before it: the cache that it is computed with alone says that those tokens have left
-a window, and packed it gets the same positions, in the first rows of a slot.
+One prompt begins at position 0. The other ends at the last position that the engine can reach, since some models treat
+long texts in another way: they tune scores to the distance, or change rotary frequencies. The tokens before it are not
+computed. Alone, the prompt runs over a cache which says that those tokens have left a window; packed, it gets the same
+positions and lies in the first rows of a slot.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ __all__ = ["probe"]
 
 _PROMPT_TOKENS = (3, 2)  # of unequal length, so that places in the row and positions differ everywhere
 # How far packed logits may lie from the model's own, as a share of their spread over the vocabulary, root mean square.
-# Measured on a model of 30 layers, rounding reaches 9e-6 in float32 and 0.04 in bfloat16; where it decides to which
-# float8 number a row is rounded, 0.35.
+# Measured on a model of 30 layers, rounding reaches 9e-6 in float32, 0.04 in bfloat16, and 0.35 over a float8 cache.
 _EXACT = 2e-4
 _SHORTENED = 0.01  # float32 whose products may be rounded to fewer bits
 _HALF = {torch.float16: 0.05, torch.bfloat16: 0.25}
@@ -54,15 +53,15 @@ class _Prompt(NamedTuple):
 
 
 def probe(runner: ModelRunner, cache: SlicedKVCache) -> None:
-    """Compute a few tokens packed and alone and compare. The cache, the model and its settings are left as they were.
+    """Compute a few tokens packed and alone, and compare. Cache, model and settings are as before afterwards.
 
     Parameters
     ----------
     runner : ModelRunner
         Of the model and the engine's backend.
     cache : SlicedKVCache
-        All its slots are idle. Where there is one slot, or memory for one request only, one prompt is computed; where
-        there is memory for none, nothing is.
+        All its slots are idle. With one slot, or memory for one request, it computes one prompt; with memory for none,
+        it computes nothing.
 
     Raises
     ------
@@ -104,7 +103,7 @@ def _prompts(model: PreTrainedModel, cache: SlicedKVCache, attempt: int) -> list
 
 
 def _tokens(model: PreTrainedModel, count: int, attempt: int) -> list[int]:
-    """Return ordinary tokens from all over the vocabulary: none that stands for padding, a picture or an end."""
+    """Return ordinary tokens from all over the vocabulary, none for padding, pictures or ends."""
     config = decoder_config(model)
     fields = [*model.config.to_dict().items(), *config.to_dict().items()]
     special = {value for name, value in fields if name.endswith(("token_id", "token_index")) and isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""What users hand in: prompts as strings or token ids, one or many, and how to sample. Refused by name if unfit."""
+"""Checks of what users submit: prompts as strings or token ids, one or many, and how to sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prompt = str | Sequence[int]
 
 
 def token_ids(prompt: Prompt, tokenizer: Callable[[str], Any] | None) -> Sequence[int]:
-    """Return the tokens of a prompt, which may still be none of the model's.
+    """Return the tokens of a prompt. The model need not know them.
 
     Raises
     ------

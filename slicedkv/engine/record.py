@@ -1,4 +1,4 @@
-"""What an engine tells of its work: `Event`, a request's new token, and `EngineStep`, one step. Numbers only."""
+"""What an engine reports: `Event`, a request's new token, and `EngineStep`, one step. Numbers only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EngineStep", "Event"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A request got a token."""
+    """A request's new token, and why the request is over if it is."""
 
     request: Request
     token: int
@@ -29,23 +29,23 @@ class EngineStep:
     seconds : float
         Wall time of the step.
     wait_seconds : float
-        How much of it was spent waiting for the device to have the tokens.
+        The part of it that the engine waited until the device had the tokens.
     num_running, num_waiting : int
-        Requests after it.
+        Requests after the step.
     num_tokens : int
         Packed tokens it computed.
     num_cached_tokens : int
-        Tokens that requests which got a slot in it need not compute: they begin with what others have computed.
+        Tokens that requests admitted in this step need not compute, since others have.
     num_preemptions : int
-        Requests that lost their slot in it.
+        Requests that lost their slot in this step.
     seq_lens : tuple of int
-        Lengths of the requests in the cache at its widest moment, before finished ones were freed.
+        Lengths of the requests in the cache before it freed finished ones.
     used_bytes : int
-        What the rows of these lengths take, over all layers; what requests share counts for each of them.
+        Bytes of all rows of these lengths. Rows that requests share count for each of them.
     mapped_bytes : int
         Physical memory mapped then, idle slots included.
     held_bytes : int
-        Part of it that only the prefixes of finished requests keep from others; those of this step are not among them.
+        The part that prefixes of finished requests alone keep from others, without requests finished in this step.
     """
 
     index: int

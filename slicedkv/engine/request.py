@@ -1,4 +1,4 @@
-"""`Request` and `SamplingParams`: what is asked for, and how far it got. Knows neither caches nor models."""
+"""`Request` and `SamplingParams`: what a user asks for, and how far it got."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class SamplingParams:
     top_p : float
         Sample among the fewest likeliest tokens that have this probability together; in (0, 1].
     seed : int or None
-        Makes sampling repeatable, whatever else is in the batch. None takes a new seed.
+        With a seed, sampling is repeatable, whatever else is in the batch. None takes a new seed.
     stop_ids : tuple of int
-        Tokens that end the request, beside the model's own end-of-text tokens. The token itself is kept.
+        Tokens that end the request, like the model's own end-of-text tokens. The token is part of the output.
     ignore_eos : bool
         Go on past the model's end-of-text tokens; `stop_ids` still count.
 
@@ -96,7 +96,7 @@ class Request:
     swapped : SwapHandle or None
         The rows of these tokens while they wait in host memory.
     num_cached_tokens : int
-        How many of them were there already when it last got a slot, from a prefix it shares with others.
+        How many of them it got from a shared prefix when it last got a slot.
     num_preemptions : int
         How often the slot was taken away.
     """
@@ -134,12 +134,12 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens whose K and V are not in the cache; 1 while decoding."""
+        """Known tokens whose K and V are not computed; 1 while decoding."""
         return len(self.prompt_ids) + len(self.output_ids) - self.num_computed
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most rows this request can ever need; the last token it generates is never appended."""
+        """Most rows that this request can need. Its last generated token needs none."""
         return len(self.prompt_ids) + self.params.max_tokens - 1
 
     @property
@@ -160,7 +160,7 @@ class Request:
 
     @property
     def drawn(self) -> float:
-        """The number in [0, 1) that decides on the next token; as long as there is none, the same one."""
+        """The number in [0, 1) that decides on the next token; it stays the same until that token is accepted."""
         if self._drawn is None:
             self._drawn = float(torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu"))
         return self._drawn
@@ -177,7 +177,7 @@ class Request:
         return self.prompt_ids[start:end] + self.output_ids[: max(0, end - prompt)]
 
     def accept(self, token: int) -> None:
-        """Take a generated token, and finish when it is the last; fail when it is `NO_TOKEN`."""
+        """Append a generated token, and finish if it is the last. `NO_TOKEN` makes the request fail."""
         if token == NO_TOKEN:
             self.finish(FinishReason.FAILED)
             return

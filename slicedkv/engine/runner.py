@@ -1,4 +1,4 @@
-"""One forward of a model over a packed step. Knows the model and the attention backend; neither queues nor pages."""
+"""`ModelRunner`: one forward of a model over a packed step, through an attention backend."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class ModelRunner:
     attention : ModelAttention
         Of the model.
     cuda_graphs : bool, optional
-        Whether decode steps are captured; by default where backend and model can be.
+        Capture decode steps; by default if backend and model can be captured.
 
     Raises
     ------
     ConfigError
-        Graphs are wanted and cannot be had.
+        `cuda_graphs` is True, and backend or model cannot be captured.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
-        """Compute a step, K and V going to the cache.
+        """Compute a step; its K and V go to the cache.
 
         Returns
         -------
         Tensor
-            ``[n, vocabulary]``: logits after the last token of the `n` requests whose pending tokens end here, in
-            packed order. The next call may overwrite them.
+            ``[n, vocabulary]``: the logits after the last pending token of each request that has no more, in packed
+            order. The next call may overwrite them.
         """
         self.attention.check()
         tokens: list[int] = []
@@ -91,7 +91,7 @@ class ModelRunner:
         tokens : sequence of int
             Packed.
         rows : sequence of int
-            Which of them logits are wanted for.
+            Which tokens to return logits for.
         positions : sequence of int, optional
             Of the tokens; by default those of the batch.
 

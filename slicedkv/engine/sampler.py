@@ -1,7 +1,6 @@
-"""Logits -> tokens, on the device. Each request draws from its own generator, so what is batched with it changes
-nothing.
+"""Logits to tokens, on the device.
 
-Knows requests and torch; neither models nor caches.
+Each request draws from its own generator, so its tokens do not depend on what is batched with it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _ROWS_AT_A_TIME = 64  # a few sorted copies of the logits in float64 are the sam
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Choose the next token of each request. Waits for nothing.
+    """Choose the next token of each request. It waits for nothing.
 
     Parameters
     ----------
     logits : Tensor
         ``[len(requests), vocabulary]``.
     requests : sequence of Request
-        In the order of the rows. Those that sample draw a number each, once for every token.
+        In the order of the rows. A request with a temperature draws one number for every token.
 
     Returns
     -------
@@ -45,7 +44,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 
 def check_numbers(requests: Sequence[Request]) -> None:
-    """Say so when requests of a step have failed for want of numbers.
+    """Raise if requests of a step have failed because their logits are not numbers.
 
     Raises
     ------

@@ -1,35 +1,30 @@
-"""Which requests run in the next step, and with how many tokens: continuous batching, chunked prefill, preemption.
+"""`Scheduler`: which requests run in the next step, and with how many tokens.
 
-Owns the queues and the slots of running requests; knows a cache's public interface, neither models nor tensors.
+It does continuous batching, chunked prefill and preemption. It owns the queues and the slots of running requests, and
+uses a cache's public interface.
 
-Order of a step: one token for every decoding request, then chunks of prompts in order of arrival, then new requests
-while slots and memory last; the next step's are admitted while the device is at this one. Requests are admitted first
-come, first served; when memory runs short the youngest running one gives its pages back and returns to the head of the
-queue; what becomes of its rows, see `preemption`. The oldest is never preempted for a younger one, so it always gets
-on, and so does everybody in turn. What is kept for requests to come is given up before anybody is preempted; see
-`prefix_cache`.
+A step has one token for every decoding request, then chunks of prompts in order of arrival, then new requests while
+slots and memory last. While the device computes a step, the requests of the next one are admitted.
+
+Requests are admitted first come, first served. When memory runs short, what is kept for later requests is given up
+(`prefix_cache`). If that does not suffice, the youngest running request gives its pages back and returns to the head of
+the queue (`preemption`). No request is preempted for a younger one, so the oldest always gets on, and so in turn do
+all.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from ..checks import check_int
 from ..errors import CapacityError, ConfigError, OutOfPagesError, OutOfSlotsError
-from .admission import Admission, AdmittingCache, slot_of
+from .admission import Admission, slot_of
 from .plan import StepPlan
-from .preemption import PreemptionKind, Preemptor, SwappingCache
+from .preemption import PreemptionKind, Preemptor
 from .request import FinishReason, Request, RequestState
+from .served_cache import ServedCache
 
 __all__ = ["Scheduler"]
-
-
-class SchedulerCache(AdmittingCache, SwappingCache, Protocol):
-    """The part of `SlicedKVCache` that a scheduler uses; see there."""
-
-    def step(self, seq_lens: dict[int, int]) -> bool: ...
-    def pages_needed(self, seq_lens: dict[int, int]) -> int: ...
 
 
 class Scheduler:
@@ -37,8 +32,8 @@ class Scheduler:
 
     Parameters
     ----------
-    cache : SchedulerCache
-        All its slots must be idle; the scheduler is the only one to allocate and step.
+    cache : ServedCache
+        All its slots must be idle. Only the scheduler may allocate and step.
     max_tokens_per_step : int
         Budget of packed tokens, at least the number of slots so that every decoding request has its token.
     preemption : {"recompute", "swap", "auto"}
@@ -49,7 +44,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: SchedulerCache,
+        cache: ServedCache,
         *,
         max_tokens_per_step: int,
         preemption: PreemptionKind = "recompute",
@@ -100,12 +95,12 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step with every row it writes backed, or None when nothing is to do.
+        """Return the next step, with every row backed that it writes, or None when there is nothing to do.
 
         Raises
         ------
         OutOfPagesError
-            Memory does not even suffice for one request alone: something else has taken it.
+            Memory does not suffice for one request alone: something else has taken it.
         """
         self.retire()  # those that a failure of the driver left
         for request in self.running:
@@ -125,7 +120,7 @@ class Scheduler:
         return None
 
     def complete(self, plan: StepPlan) -> list[Request]:
-        """Note that `plan` was computed; return the requests whose next token can be sampled, in packed order."""
+        """Note that `plan` was computed; return, in packed order, the requests whose next token can be sampled."""
         ready = []
         for request, q_len in zip(plan.requests, plan.q_lens, strict=True):
             request.num_computed += q_len
@@ -135,10 +130,10 @@ class Scheduler:
         return ready
 
     def admit_ahead(self) -> None:
-        """Admit what the next step begins with, while the device computes a step that is complete here.
+        """Admit requests for the next step while the device computes this one.
 
-        The mapper maps their pages meanwhile, and the next step need not wait for it. Only requests that get an idle
-        slot, with nothing in it: what is given up or copied for others would have to wait for the device.
+        The mapper maps their pages meanwhile, so that the next step need not wait. Only requests that get an idle slot
+        and share nothing are admitted: to give up or copy something, the host would have to wait for the device.
 
         Raises
         ------
@@ -159,7 +154,7 @@ class Scheduler:
         Raises
         ------
         ConfigError
-            One is another scheduler's; none was ended.
+            A request is another scheduler's; none was ended.
         StateError, DriverError
             The cache failed in freeing a slot. All are ended, and `schedule` frees what is left.
         """
@@ -198,7 +193,7 @@ class Scheduler:
         return StepPlan(requests, q_lens)
 
     def _back(self, plan: StepPlan) -> bool:
-        """Have every row of a plan backed, at the cost of what is kept for requests to come; False: memory is short."""
+        """Have every row of a plan backed, if need be by giving up what is kept for later requests."""
         seq_lens = plan.seq_lens(self.running)
         while not (self._step_back() and self._cache.step(seq_lens)):
             if not self.admission.evict():
@@ -206,9 +201,9 @@ class Scheduler:
         return True
 
     def _step_back(self) -> bool:
-        """Let the cache know what is going to be written again: it must not be where others share it.
+        """Tell the cache which rows will be written again, so that it copies shared ones. False: memory is short.
 
-        After newcomers were admitted, for they may share all that was computed. False: no memory for copies.
+        This comes after newcomers were admitted, since they may share all that was computed.
         """
         running = [request for request in self._rewound if request.reqid is not None]
         if running and not self._cache.step({slot_of(request): request.num_computed for request in running}):
@@ -224,7 +219,7 @@ class Scheduler:
         return self.admission.is_fresh(head)
 
     def _admit_next(self, tokens_to_come: int = 0) -> Request | None:
-        """Admit the head of the queue if that is possible; every running request may get some more tokens first."""
+        """Admit the head of the queue if possible. Each running request may get `tokens_to_come` tokens first."""
         request = self.waiting[0] if self.waiting else None
         return request if request and self._can_admit(request, tokens_to_come) and self._admit(request) else None
 
@@ -233,13 +228,13 @@ class Scheduler:
             return True  # it fits alone, and `step`, which waits for a mapper at work, knows better than an estimate
         if len(self.running) >= self._cache.layout.max_batch_size:
             return False
-        # Prompts still being computed have been promised the pages they lack, too; no token of theirs is on its way.
+        # Prompts that are still being computed were promised the pages they lack, too. They get no new token yet.
         lens = {slot_of(other): _next_len(other, 0 if other.num_pending else tokens_to_come) for other in self.running}
         promised = self._cache.pages_needed(lens)
         return self.admission.can_admit(request, _next_len(request), promised, self.running)
 
     def _admit(self, request: Request) -> bool:
-        """Give the head of the queue a slot; False when its rows are swapped out and memory is short for them."""
+        """Give the head of the queue a slot. False: its rows are in host memory, and memory is short for them."""
         reqid = self._bring_back(request)
         if reqid is None:
             if request.swapped is not None and self.running:
@@ -254,7 +249,7 @@ class Scheduler:
         return True
 
     def _bring_back(self, request: Request) -> int | None:
-        """As `Preemptor.bring_back`, at the cost of what is kept for requests to come."""
+        """As `Preemptor.bring_back`, if need be by giving up what is kept for later requests."""
         while request.swapped is not None:
             try:
                 reqid = self.preemptor.bring_back(request)
@@ -293,5 +288,5 @@ class Scheduler:
 
 
 def _next_len(request: Request, tokens_to_come: int = 0) -> int:
-    """Rows a request needs to generate one token, after some that are on their way, and append it, if it may."""
+    """Rows that a request needs to get `tokens_to_come` tokens and one more, as far as it may generate them."""
     return min(request.num_tokens + tokens_to_come + 1, request.max_cached_tokens)

@@ -1,6 +1,6 @@
-"""`BatchRows`: neighbouring slots of a `SlicedKVCache`, one for each row of a model's batch: one view shows them all.
+"""`BatchRows`: neighbouring slots of a `SlicedKVCache`, one for each row of a batch, so one view shows them all.
 
-Knows the public interface of `SlicedKVCache`; neither transformers nor layers of a model.
+It uses the public interface of `SlicedKVCache` and knows no transformers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..errors import ConfigError, OutOfPagesError, OutOfSlotsError, StateError
 __all__ = ["BatchRows"]
 
 _dropped: weakref.WeakKeyDictionary[SlicedKVCache, deque[int]] = weakref.WeakKeyDictionary()
-"""Slots of batches that nobody has any more. Whoever drops one may hold any lock, so the next batch gives them back."""
+"""Slots of dropped batches. A thread that drops one may hold any lock, so the next batch gives the slots back."""
 
 
 class BatchRows:
-    """Slots ``[slots.start, slots.stop)``, taken at the first `back` and held until `free`, or until nobody has this.
+    """Slots ``[slots.start, slots.stop)``. The first `back` takes them; `free` gives them back, or this object's end.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class BatchRows:
 
     @property
     def in_place(self) -> bool:
-        """Whether `rewrite` reaches the first row: it does not where that shares no page with the second."""
+        """Whether `rewrite` reaches the first token's row. It does if that shares a page with the second one's."""
         return self.sliced.layout.row_bytes < self.sliced.layout.page_bytes
 
     def view(self, tensor: Tensor, seq_len: int) -> Tensor:
@@ -67,7 +67,7 @@ class BatchRows:
             self.backed_len = seq_len
 
     def crop(self, seq_len: int) -> None:
-        """Forget tokens from `seq_len` on. They are written again: not where other requests share them.
+        """Forget tokens from `seq_len` on. They will be written again, so shared pages there are copied.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class BatchRows:
             self.backed_len = seq_len
 
     def rewrite(self, slots: Sequence[int]) -> None:
-        """Make all rows of some slots this batch's own, to be written again.
+        """Make all rows of some slots this batch's own, so that they can be written again.
 
         Raises
         ------
@@ -94,8 +94,8 @@ class BatchRows:
     def select(self, rows: Sequence[int]) -> None:
         """Let row `i` of the batch be what row ``rows[i]`` was, and the batch be as large as `rows`.
 
-        Rows in new slots share the old ones' pages; others are copied. Where rows fill whole pages all slots are new,
-        see `in_place`. Failing, it changes nothing.
+        Rows in new slots share the old ones' pages; the others are copied. If a row fills whole pages, all slots are
+        new, see `in_place`. After a failure nothing has changed.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class BatchRows:
         self._keep(new)
 
     def fork(self) -> BatchRows:
-        """Return another batch of the same rows, which share all whole pages with these.
+        """Return another batch of the same rows, which shares all whole pages with this one.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class BatchRows:
         return twin
 
     def free(self) -> None:
-        """Give the slots back. If that fails, another call gives back the rest."""
+        """Give the slots back. After a failure, another call gives back the rest."""
         self.slots, self.backed_len = range(0), 0
         self._keep(self.slots)
 
@@ -162,7 +162,7 @@ class BatchRows:
             self._keep(self.slots)
 
     def _find(self, count: int, own: Sequence[int]) -> range:
-        """Take slots until there are `count` neighbours, with `own` ones among them, and return these."""
+        """Take slots until there are `count` neighbours, counting the `own` ones, and return these."""
         dropped = _dropped[self.sliced]
         while dropped:
             self._held.append(dropped.popleft())

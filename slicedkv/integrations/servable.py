@@ -1,7 +1,6 @@
 """Which transformers models can be served from packed batches, and what their K and V look like.
 
-All of it is read from a config or from the model's code; nothing is computed. What only a forward shows, the engine's
-probe finds.
+It reads configs and models' code, and computes nothing. What only a forward shows, the engine's probe finds.
 """
 
 from __future__ import annotations
@@ -143,8 +142,9 @@ def _check_rope(config: PretrainedConfig, max_seq_len: int) -> None:
 
 
 def moving_rope(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yield the rotary kinds whose frequencies depend on the longest request of a batch, and the length up to which
-    they stay as they are. A config has one kind, or one for each type of layer.
+    """Yield the rotary kinds whose frequencies depend on the longest request of a batch.
+
+    Each comes with the length up to which they stay as they are. A config has one kind, or one for each type of layer.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -203,7 +203,7 @@ def check_layers(model: PreTrainedModel, max_seq_len: int) -> None:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    """True when positions reach the decoder: its forward and the model's name them, or the model's hands all on."""
+    """True when positions reach the decoder: its forward names them, and the model's names them or hands all on."""
     parameters = inspect.signature(type(model).forward).parameters
     inner = inspect.signature(type(_decoder(model)).forward).parameters
     handed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -238,7 +238,7 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def attention_scale(model: nn.Module) -> float:
-    """Return the factor that the model's attention layers put on their scores.
+    """Return the factor by which the model's attention layers multiply their scores.
 
     Raises
     ------

@@ -1,12 +1,12 @@
 """Transformers models over a `SlicedKVCache`: geometry from a config, and attention over a packed batch.
 
-Importing this module registers an attention implementation named "slicedkv". With it a model takes the tokens of many
-requests packed as one row, ``input_ids [1, total_q]`` with their ``position_ids``, and a forward argument
-``slicedkv_backend``: an attention backend that has the step's plan. No mask is built, since transformers makes none
-for an implementation it has no mask function for. Passing the backend as an argument keeps the model free of state:
-two engines, or two threads, never see each other's batch.
+Importing this module registers an attention implementation named "slicedkv". With it, a model's forward takes the
+tokens of many requests packed as one row, ``input_ids [1, total_q]`` with their ``position_ids``, and an argument
+``slicedkv_backend``: an attention backend with the step's plan. Since the backend is an argument, the model has no
+state, and two engines or threads never see each other's batch. Transformers has no mask function for this
+implementation, so it builds no mask.
 
-`SlicedTransformersCache`, for `model.generate`, is re-exported here.
+`SlicedTransformersCache`, for `model.generate`, can be imported from here, too.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def cache_for_model(
     Parameters
     ----------
     model : PreTrainedModel or PretrainedConfig
-        A model also gives `dtype` and `device`; with a config pass `device`, and `dtype` unless the config names it.
+        A model gives `dtype` and `device`. With a config pass `device`, and also `dtype` if the config has none.
     max_batch_size, max_seq_len : int
     **kwargs
-        Other arguments of `SlicedKVCache`, or values that replace what the model gives.
+        Other arguments of `SlicedKVCache`. They take the place of what the model gives.
 
     Raises
     ------
     ConfigError
-        The model needs more than causal attention over all tokens (see `check_config`), or an argument does not fit.
+        The model needs more than causal attention over all tokens; an argument does not fit.
     """
     config = decoder_config(model)
     check_config(config, max_seq_len)
@@ -88,7 +88,7 @@ def packed_attention(
     slicedkv_backend: PlannedBackend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Append a layer's new K and V to the cache and attend; transformers calls this as attention "slicedkv".
+    """Append a layer's new K and V to the cache and attend. Transformers calls this as attention "slicedkv".
 
     Parameters
     ----------
@@ -112,8 +112,8 @@ def packed_attention(
     StateError
         The forward was called without `slicedkv_backend`.
     ConfigError
-        The layer asks for what a plan cannot say: a mask, another scale, a sliding window, capped scores, sinks,
-        a choice of tokens, attention both ways.
+        The layer needs what a plan cannot say: a mask, another scale, a sliding window, capped scores, sinks, a choice
+        of tokens, attention both ways.
     """
     backend = slicedkv_backend
     if backend is None:

@@ -29,20 +29,21 @@ __all__ = ["SlicedTransformersCache"]
 class SlicedTransformersCache(Cache):
     """Drop-in for `DynamicCache` over a `SlicedKVCache`.
 
-    Row `i` of the model's batch is slot ``first + i``, so K and V go to attention as views ``[B, H, len, D]``, without
-    a copy. Slots are taken at the first forward and given back by `reset` and `close`; those of an object that was
-    dropped instead, when another one needs slots. Batches may be left-padded, as with `DynamicCache`. Beam search
-    copies rows; `copy.deepcopy` and a larger batch share pages, in neighbouring slots of their own. No row is part of a
-    graph: `backward` through what `update` returns raises a `StateError`.
+    Row `i` of the model's batch is slot ``first + i``, so attention gets K and V as views ``[B, H, len, D]``, without a
+    copy. The first forward takes the slots; `reset` and `close` give them back. If the object is dropped instead, the
+    next one that needs slots gives them back. Batches may be left-padded, as with `DynamicCache`.
+
+    Beam search copies rows. `copy.deepcopy` and a larger batch share pages, in slots of their own. No row is part of a
+    graph: `backward` through what `update` returns raises `StateError`.
 
     Parameters
     ----------
     cache : SlicedKVCache
-        Stays the caller's: `close` here gives slots back and leaves it open.
+        It stays the caller's: `close` gives slots back and leaves it open.
 
     Notes
     -----
-    Not thread-safe; waits for the GPU only where `SlicedKVCache.step` does, and to read rows to select.
+    Not thread-safe. It waits for the GPU where `SlicedKVCache.step` does, and to read which rows to select.
     """
 
     def __init__(self, cache: SlicedKVCache) -> None:
@@ -98,7 +99,7 @@ class SlicedTransformersCache(Cache):
         return self._rows.view(tensor, seq_len)
 
     def back(self, batch_size: int, seq_len: int) -> None:
-        """Make `seq_len` tokens of `batch_size` rows writable in every layer. The first layer of a forward pays.
+        """Make `seq_len` tokens of `batch_size` rows writable in every layer. Only a forward's first layer has work.
 
         Raises
         ------
@@ -112,20 +113,20 @@ class SlicedTransformersCache(Cache):
         self._rows.back(batch_size, seq_len)
 
     def reset(self) -> None:
-        """Forget all tokens and give the slots back. If that fails, another call gives back the rest."""
+        """Forget all tokens and give the slots back. After a failure, another call gives back the rest."""
         for layer in self.layers:
             layer.reset()
         self._rows.free()
 
     def close(self) -> None:
-        """Give the slots back for good. Another call does nothing, or gives back what could not be the first time."""
+        """Give the slots back for good. A second call does nothing, or gives back what the first could not."""
         self._rows.closed = True
         self.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens; a positive value is the length to keep, as it once was.
+        """Drop the last ``-tokens_to_remove`` tokens. A positive value is the length to keep, as in older versions.
 
-        Pages stay mapped for the tokens to come.
+        Pages stay mapped for later tokens.
         """
         self._rows.crop(_kept(self.get_seq_length(), tokens_to_remove))
         super().crop(tokens_to_remove)
@@ -158,7 +159,7 @@ class SlicedTransformersCache(Cache):
         self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order: numbers, or True for each to be kept.
+        """Keep these rows of the batch, in this order. `indices` are numbers, or a mask.
 
         Raises
         ------
@@ -168,7 +169,7 @@ class SlicedTransformersCache(Cache):
         self._select(lambda rows: rows[indices.cpu()])
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Make of the batch the rows that are chosen of its numbers."""
+        """Make the batch the rows that `choose` returns of their numbers."""
         rows = self._rows
         if rows.backed_len:
             rows.select(choose(torch.arange(len(rows.slots), device="cpu")).tolist())
@@ -223,7 +224,7 @@ class _SliceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return views[0], views[1]
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse what does not fit, before anything is changed: what is written would be broadcast in silence."""
+        """Refuse what does not fit before anything changes: writing would broadcast it in silence."""
         sliced, layout = self._rows.sliced, self._rows.sliced.layout
         for name, states in (("K", key_states), ("V", value_states)):
             if states.dim() != 4 or (states.shape[1], states.shape[3]) != (layout.num_kv_heads, layout.head_dim):
