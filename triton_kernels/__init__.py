@@ -1,8 +1,8 @@
 """Triton kernels over strided K and V: append new tokens, decode, prefill.
 
-K and V of one layer are ``[B, L, H, D]`` tensors of any slot, token and head stride. The kernels know torch and Triton
-and nothing of who owns that memory, why most of it may have nothing behind it, or how a batch came about. Importing
-this reads no environment variable and starts no GPU.
+K and V of one layer are ``[B, L, H, D]`` tensors of any slot, token and head stride. Most of them may have no memory
+behind it: kernels touch only rows below a request's length. Importing this reads no environment variable and starts no
+GPU.
 """
 
 from __future__ import annotations

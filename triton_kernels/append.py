@@ -1,6 +1,6 @@
 """Append new tokens' K and V to the cache in one launch, turning K (and q) by rotary embedding on the way.
 
-Must not know what the tokens are for: decode, prefill and chunks are one packed batch.
+Decode, prefill and chunks are one packed batch here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decode attention: few query tokens a request, split over tokens so that any batch fills the GPU.
 
-A program streams some tokens for one KV head, or for a few that lie side by side in a token's row: all tokens of a
-request, one of its equal parts, or, where requests may differ in length, one of the equal parts of all tokens of all
-requests. A second kernel joins the parts of a request. Must not know how lengths came about: they are read on the
-device, so a captured CUDA graph replays with others.
+A program streams tokens for one KV head, or for a few that lie side by side in a token's row. It streams all tokens of
+a request, or one of the request's equal parts. Where requests may differ in length, it streams one of the equal parts
+of all tokens of all requests. A second kernel joins the parts of a request. Kernels read lengths on the device, so a
+captured CUDA graph replays with other lengths.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ def decode_attention(
     soft_cap : float, optional
         Scores s become ``soft_cap * tanh(s / soft_cap)``.
     k_scale, v_scale : float, optional
-        What the values in a float8 cache are to be multiplied by.
+        For a float8 cache: the values in it are multiplied by this.
     max_seq_len : int, optional
-        Bound of the lengths that the host knows, for choosing `num_splits`; L by default. Longer ones stay right.
+        A bound of the lengths that the host knows, to choose `num_splits` by; L by default. Results for longer ones are
+        right, too.
     uneven : bool
-        Whether lengths may differ much: the tokens of all requests together are split, not those of each.
+        Lengths may differ much. The kernel then splits the tokens of all requests together, not those of each.
     num_splits : int, optional
         Equal parts of each request, or, if `uneven`, of all requests together.
     workspace : Tensor, optional
@@ -89,7 +90,7 @@ def decode_attention(
     lse : Tensor, optional
         ``[lanes * q_len, Hq]`` float32 for the natural logarithm of the sum of exponentials.
     return_lse : bool
-        Whether to return it; allocated if `lse` is missing.
+        Return the logarithms; they are allocated if `lse` is missing.
     tile : DecodeTile, optional
         Launch choices other than the table's.
 
@@ -105,8 +106,8 @@ def decode_attention(
 
     Notes
     -----
-    Runs on the current stream and synchronises with nothing. With `out`, `workspace` and, if wanted, `lse` given it
-    allocates nothing.
+    It runs on the current stream and waits for nothing. With `out`, `workspace` and, if wanted, `lse`, it allocates
+    nothing.
     """
     plan = plan_decode(q, k_cache, v_cache, q_len, max_seq_len, uneven, num_splits, window, tile)
     lanes, num_heads, head_dim = q.shape[0] // q_len, *q.shape[1:]

@@ -1,4 +1,4 @@
-"""Tiles, splits and workspace of a decode launch: everything that shapes decide. Must not know the kernels."""
+"""Tiles, splits and workspace of a decode launch: everything that shapes decide."""
 
 from __future__ import annotations
 

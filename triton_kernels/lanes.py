@@ -1,4 +1,4 @@
-"""What every kernel asks on the device: where a cache begins, which lane owns a row, where that lane's tokens lie."""
+"""What every kernel looks up on the device: where a cache begins, which lane owns a row, where its tokens lie."""
 
 from __future__ import annotations
 

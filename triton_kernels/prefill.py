@@ -1,7 +1,7 @@
 """Prefill attention over packed requests of any lengths: whole prompts, chunks on a cached prefix, single tokens.
 
 Query heads that share a KV head are packed into one tile, so a tile of 128 rows covers few tokens and wastes little on
-the diagonal. Must not know how the new tokens' K and V came into the cache: they are there before the launch.
+the diagonal. The new tokens' K and V are in the cache before the launch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prefill_attention(
         ``[lanes + 1]`` int32 or int64 on the device, ascending from 0: the packed rows of lane i are
         ``[cu_q_lens[i], cu_q_lens[i + 1])``, possibly none. Rows past the last are left alone.
     max_q_len : int, optional
-        Bound of the new tokens of any lane that the host knows: with few, smaller tiles are chosen.
+        A bound of any lane's new tokens that the host knows. With few, smaller tiles are chosen.
     causal : bool
         Whether a token sees only itself and what is before it; the last new token sees all ("lower right").
     window : int, optional
@@ -88,8 +88,8 @@ def prefill_attention(
 
     Notes
     -----
-    Runs on the current stream and synchronises with nothing. With `out` and, if wanted, `lse` given it allocates
-    nothing. The grid depends on shapes only.
+    It runs on the current stream and waits for nothing. With `out` and, if wanted, `lse`, it allocates nothing. The
+    grid depends on shapes only.
     """
     check_caches(k_cache, v_cache)
     check_queries(q, k_cache)

@@ -1,8 +1,7 @@
 """The heart of decode and prefill: a tile of query rows attends to a range of one request's tokens.
 
-Online softmax in base 2, so that a score costs one multiplication and one `exp2`. Knows nothing of requests, packing or
-splits. Where a function says "guarded", rows outside the range are neither read nor let into either product: the
-memory behind a length may hold NaN, or nothing at all.
+The softmax is online and in base 2, so that a score costs one multiplication and one `exp2`. "Guarded" functions do not
+read rows outside the range, and keep them out of both products: memory behind a length may hold NaN, or nothing at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launch choices for each GPU architecture: a table filled by `bench/*.py --tune`, and defaults that run anywhere.
 
-Nothing is tuned at run time: the first call of a shape costs a compilation, never a search. Knows numbers only.
+Nothing is tuned at run time: the first call of a shape costs a compilation, never a search.
 """
 
 from __future__ import annotations
@@ -108,13 +108,15 @@ def choose_splits(
 ) -> int:
     """Return into how many parts to split each request's tokens, or, if `uneven`, those of all requests together.
 
-    For requests of one length takes the least of a simple cost: rounds of programs over the GPU, times the tiles each
-    program reads and what starting it is worth; and, if there is more than one part, the reduction. As many programs as
-    keep all multiprocessors busy spread over them and are one round. More come in rounds of as many as all hold, each
-    worth as many of the first as it has more programs. A round that is not full costs as much: places come free in
-    pairs, and the rest of the multiprocessors idle. So 656 programs took 7 % longer than 528 or 128 of the same tokens
-    (H200, four requests of 131,072 tokens). Uneven ones get as many parts as keep the GPU busy, and twice as many where
-    a part has two requests or more: such parts differ in how often they start on one.
+    For requests of one length, the split with the least cost wins. The cost is the number of rounds of programs over
+    the GPU, times the tiles that each program reads and what starting it is worth; with more than one part, plus the
+    reduction. The first round has as many programs as keep all multiprocessors busy. Later rounds have as many as all
+    multiprocessors hold, and each counts as many times as it is larger than the first. A round that is not full costs
+    as much as a full one: places come free in pairs, and the other multiprocessors idle. So 656 programs took 7 %
+    longer than 528 or 128 for the same tokens (H200, four requests of 131,072 tokens).
+
+    Uneven requests get as many parts as keep the GPU busy. If a part would have two requests or more, there are twice
+    as many, since such parts differ in how often they start on a request.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """The command ``slicedkv``: `info`, `demo`, `plan` and `bench`, one module each, and how errors reach the user.
 
-A subcommand's module has `add_arguments(parser)` and `run(options) -> int`, and is imported only when it is asked for.
+A subcommand's module has `add_arguments(parser)` and `run(options) -> int`. Only the module of the subcommand that was
+called is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 2 after an error of the library (told in one line), 130 after Ctrl-C.
+        0; 2 after an error of the library, which it prints in one line; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interrupts_raised() -> Iterator[None]:
-    """Make Ctrl-C a KeyboardInterrupt, so that what a command opened is closed; unless it is ignored."""
+    """Make Ctrl-C a KeyboardInterrupt, so that a command closes what it opened. An ignored Ctrl-C stays ignored."""
     former = signal.getsignal(signal.SIGINT)
     if not callable(former) or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Which devices a cache could use here, and why not the others: opens each driver once and closes it again."""
+"""Which devices a cache could use here, and why not the others. It opens each driver once and closes it again."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def probe(device: str) -> DeviceReport:
 
 
 def choose_device(wanted: str) -> DeviceReport:
-    """Return the device asked for, or with "auto" the GPU if it can be used and else the host.
+    """Return the device of that name. "auto" is the GPU if it can be used, else the host.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What other ways to lay out a KV cache would hold for the same requests. Arithmetic only: nothing here is measured."""
+"""What other layouts of a KV cache would hold for the same requests. All of it is arithmetic, none is measured."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _layout(options: argparse.Namespace) -> tuple[str, KVLayout]:
 
 
 def _shape(options: argparse.Namespace) -> tuple[str, ModelShape]:
-    """The model's name and shape: what is known of it, or read, and in place of that what was given."""
+    """The model's name and shape, known or read. Values that the user gave replace those."""
     given = {name: getattr(options, name) for name in ModelShape._fields if getattr(options, name) is not None}
     missing = [f"--{name.replace('_', '-')}" for name in ModelShape._fields if name not in given]
     if options.model is None:
@@ -114,7 +114,7 @@ def _shape(options: argparse.Namespace) -> tuple[str, ModelShape]:
 
 
 def heads_per_gpu(heads: int, gpus: int) -> int:
-    """KV heads on one of several GPUs; with more GPUs than heads each head lies on several.
+    """KV heads on one of several GPUs. With more GPUs than heads, each head lies on several.
 
     Raises
     ------

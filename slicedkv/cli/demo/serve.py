@@ -1,4 +1,4 @@
-"""Serves the demo's questions with an engine and shows the answers as they come. Knows neither memory nor plots."""
+"""Serves the demo's questions with an engine and shows the answers as they come."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _lines(event: Event, transcript: Transcript) -> list[str]:
 
 
 def _tokens_done(request: Request) -> int:
-    """Tokens of an answer that need not be computed any more: all of them when it ended early."""
+    """Tokens of an answer that are done: all of them when it ended early."""
     return request.params.max_tokens if request.finished else len(request.output_ids)
 
 
