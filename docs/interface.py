@@ -32,11 +32,21 @@ def complete(module: ModuleType) -> ModuleType:
     return module
 
 
+def inherited(kind: doc.Class, public: set[type]) -> list[doc.Doc]:
+    """What a class has from bases of ours that have no place of their own on the pages."""
+    hidden = {(base.__module__, base.__qualname__) for base in kind.obj.__mro__ if base not in public}
+    members = [members for home, members in kind.inherited_members.items() if home in hidden]
+    return [member for part in members for member in part if member.taken_from[0].startswith("slicedkv.")]
+
+
 def write(folder: Path) -> None:
     """Write an index, a search index and one page a module."""
     pages = {name: doc.Module(complete(import_module(name))) for name in MODULES}
     for name, page in pages.items():  # the public ones, instead of all that are in the folder
         vars(page)["submodules"] = [other for below, other in pages.items() if below.rpartition(".")[0] == name]
+    kinds = [kind for page in pages.values() for kind in page.classes]
+    for kind in kinds:
+        vars(kind)["own_members"] = [*kind.own_members, *inherited(kind, {other.obj for other in kinds})]
     render.configure(docformat="numpy", show_source=False, footer_text=f"slicedkv {pages['slicedkv'].obj.__version__}")
     texts = {f"{name.replace('.', '/')}.html": render.html_module(page, pages) for name, page in pages.items()}
     texts |= {"index.html": render.html_index(pages), "search.js": render.search_index(pages)}

@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -112,7 +114,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def described(page: Path) -> set[str]:
     """Names on a page that have a docstring there."""
-    sections = re.split(r'(?=<section id=")', page.read_text(encoding="utf-8"))[1:]
+    sections = re.split(r'(?=<(?:section|div) id="[A-Za-z])', page.read_text(encoding="utf-8"))[1:]
     return {part.split('"')[1] for part in sections if 'class="docstring"' in part}
 
 
@@ -127,8 +129,21 @@ def test_every_public_name_is_described(pages):
     assert (pages / "index.html").is_file()
 
 
-def test_methods_are_described_with_their_parameters(pages):
+def public_methods(kind: type) -> set[str]:
+    """Methods and properties that a class has from this project."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("slicedkv.")]
+    members = {name: value for base in reversed(ours) for name, value in vars(base).items()}
+    kinds = (FunctionType, property, cached_property, classmethod, staticmethod)
+    return {name for name, value in members.items() if not name.startswith("_") and isinstance(value, kinds)}
+
+
+def test_every_method_is_described(pages):
+    classes = [value for name in slicedkv.__all__ if isinstance(value := getattr(slicedkv, name), type)]
+    found = described(pages / "slicedkv.html")
     text = (pages / "slicedkv.html").read_text(encoding="utf-8")
-    for name in (name for name in vars(SlicedKVCache) if not name.startswith("_")):
-        assert f'id="SlicedKVCache.{name}"' in text, name
+    assert {"step", "close", "k", "closed", "layout"} <= public_methods(SlicedKVCache)
+    for kind in classes:
+        for name in public_methods(kind):
+            assert f'id="{kind.__name__}.{name}"' in text, f"{kind.__name__}.{name}"
+    assert {f"SlicedKVCache.{name}" for name in public_methods(SlicedKVCache)} <= found
     assert "tokens <code>[0, len + guard_tokens)</code>" in re.sub(r"\s+", " ", text)

@@ -83,7 +83,8 @@ def check_make(words: list[str], line: str) -> None:
     assert all(f"$({name})" in MAKEFILE for name in given), line
     measurement = given.get("NAME")
     if measurement and measurement.isidentifier():
-        source = text_of(ROOT / "bench" / f"{measurement}.py")
+        assert (ROOT / "bench" / f"{measurement}.py").is_file(), line
+        source = "".join(map(text_of, (ROOT / "bench").rglob("*.py")))
         options = [word for word in given.get("ARGS", "").split() if word.startswith("--")]
         assert all(f'"{option}"' in source for option in options), line
 
