@@ -19,6 +19,7 @@ import torch
 
 from slicedkv import PagePool, SlicedKVCache, SlicedKVError, SwapHandle
 from slicedkv.memory.gate import Gate, _Condition
+from slicedkv.vmm import MemoryInfo, procfs
 from slicedkv.vmm.host import HostDriver
 
 PAGE = 4096
@@ -32,10 +33,12 @@ SHAPE |= {
     "reclaim_watermark": 0.0,
     "swap_limit": "1MiB",
 }
-LENGTHS = {"source": 100, "lone": 90, "rewound": 90, "child": 90, "swapped": 70}
+LENGTHS = {"source": 100, "lone": 90, "rewound": 90, "child": 90, "swapped": 70, "old": 300}
 """Tokens of the requests at first."""
 MOST_PAGES = 400
 PATIENCE_S = 10.0
+AMPLE = MemoryInfo(1 << 30, 1 << 30)
+"""What the machine has, so that thousands of worlds do not look in its files."""
 
 
 class TracedLock:
@@ -83,24 +86,23 @@ class World:
         with mock.patch("slicedkv.memory.page_pool.Gate", TracedGate):
             self.pool = PagePool(HostDriver(), page_bytes=PAGE, memory_limit=MOST_PAGES * PAGE, extent_pages=1)
         self.cache = SlicedKVCache(**(SHAPE | options), pool=self.pool)
-        self.other = SlicedKVCache(**(SHAPE | {"max_batch_size": 1}), pool=self.pool)
+        self.other = SlicedKVCache(**(SHAPE | {"max_batch_size": 1, "mapper": "sync"}), pool=self.pool)
         self.lock: TracedLock = self.pool.gate.mutex  # type: ignore[assignment]
         self.names: dict[str, tuple[int, int]] = {}
         self.defined: dict[str, int] = {}
         self.most: dict[str, int] = {}
         self.turn = threading.RLock()
         """Held by who writes rows, and by the second thread: what nobody may do to a request under its own writes."""
-        for name in ("swapped", "source", "lone", "rewound"):
-            self.begin(name, LENGTHS[name])
-        for name, parent in (("sharer", "source"), ("third", "source"), ("child", "rewound")):
-            (reqid,) = self.cache.fork(self[parent])
-            self.name(name, reqid, self.defined[parent])
+        self.begin("swapped", "source", "lone", "rewound")
+        for parent, children in (("source", ("sharer", "third")), ("rewound", ("child",))):
+            for name, reqid in zip(children, self.cache.fork(self[parent], len(children)), strict=True):
+                self.name(name, reqid, self.defined[parent])
         self.handle: SwapHandle = self.cache.swap_out(self["swapped"])
         self.name("empty", self.cache.alloc_reqid(), 0)
         assert self.cache.step({self["sharer"]: 1, self["rewound"]: 1})
         self.cache.trim()
         mapped_pages = self.pool.references.mapped_pages
-        self.begin("old", 300)
+        self.begin("old")
         self.cache.free_reqid(self["old"])
         self.used_bytes = self.cache.stats().used_bytes
         self.cache.set_memory_limit(min(MOST_PAGES, mapped_pages + limit_pages) * PAGE)
@@ -112,21 +114,21 @@ class World:
         self.names[name] = (reqid, self.cache._state.slots.generation(reqid))
         self.defined[name] = self.most[name] = defined
 
-    def begin(self, name: str, seq_len: int) -> None:
-        """A new request with rows of its own."""
-        reqid = self.cache.alloc_reqid(seq_len)
-        self.name(name, reqid, 0)
-        assert self.cache.step({reqid: seq_len})
-        self.write(name, 0, seq_len)
+    def begin(self, *names: str) -> None:
+        """New requests with rows of their own."""
+        for name in names:
+            self.name(name, self.cache.alloc_reqid(), 0)
+        assert self.cache.step({self[name]: LENGTHS[name] for name in names})
+        for name in names:
+            self.write(name, 0, LENGTHS[name])
 
     def write(self, name: str, start: int, end: int) -> None:
         """Rows that no other request has, unless the request was ended, cut short or not stepped that far."""
         if not self.lives(name) or self.cache.seq_len(self[name]) < end:
             return
-        rows = torch.arange(start, end).view(-1, 1, 1) + 1000.0 * (1 + zlib.crc32(f"{name} {end}".encode()) % 1000)
-        for layer in range(2):
-            self.cache.k(layer)[self[name], start:end] = rows
-            self.cache.v(layer)[self[name], start:end] = -rows
+        rows = torch.arange(start, end).view(-1, 1, 1, 1) + 1000.0 * (1 + zlib.crc32(f"{name} {end}".encode()) % 1000)
+        keys, values = self.cache.kv_tensors
+        keys[self[name], start:end], values[self[name], start:end] = rows, -rows
         self.defined[name] = max(self.defined[name], end)
         self.most[name] = max(self.most[name], end)
 
@@ -134,15 +136,19 @@ class World:
         reqid, generation = self.names[name]
         return self.cache.is_active(reqid) and self.cache._state.slots.generation(reqid) == generation
 
-    def rows(self, name: str) -> tuple[int, list[str]]:
-        """Length of a request, and its rows as far as they were written."""
+    def rows(self, name: str) -> tuple[int, torch.Tensor]:
+        """Length of a request, and its rows of K and V as far as they were written."""
         reqid = self[name]
         seq_len = self.cache.seq_len(reqid)
         if self.cache._state.config.zero_on_reuse:
             assert not self.cache.k(1)[reqid, self.most[name] : seq_len].any(), f"{name} sees rows of another request"
         end = min(seq_len, self.defined[name])
-        keys, values = self.cache.k(0)[reqid, :end, 0, 0], -self.cache.v(1)[reqid, :end, 0, 0]
-        return seq_len, [runs(keys.tolist()), runs(values.tolist())]
+        return seq_len, torch.stack((self.cache.k(0)[reqid, :end, 0, 0], -self.cache.v(1)[reqid, :end, 0, 0]))
+
+    def story(self, name: str) -> tuple[int, list[str]]:
+        """The same in words."""
+        seq_len, rows = self.rows(name)
+        return seq_len, [runs(written) for written in rows.tolist()]
 
     def outcome(self) -> dict[str, Any]:
         """What can be seen of all requests when everything is over."""
@@ -151,7 +157,7 @@ class World:
         self.cache.check_integrity()
         stats = self.cache.stats()
         assert min(stats.used_bytes, stats.waste_bytes, stats.lookahead_bytes, stats.saved_bytes) >= 0
-        seen = {name: self.rows(name) if self.lives(name) else None for name in sorted(self.names)}
+        seen = {name: self.story(name) if self.lives(name) else None for name in sorted(self.names)}
         assert stats.active_slots == sum(found is not None for found in seen.values())
         return seen | {"handle": self.handle.released}
 
@@ -165,7 +171,10 @@ class World:
                 assert self.cache.step({reqid: length})
             self.write(name, max(1, seq_len // 2), seq_len + 1)
             before[name] = self.rows(name)
-            assert {other: self.rows(other) for other in before} == before, f"{name} wrote into others"
+            for other, (length, rows) in before.items():
+                now, found = self.rows(other)
+                assert now == length, f"{name} made {other} longer"
+                assert torch.equal(found, rows), f"{name} wrote into {other}"
 
     def close(self) -> None:
         """All memory comes back."""
@@ -277,6 +286,7 @@ def wait_for(thread: threading.Thread, world: World) -> None:
         time.sleep(0.0001)
 
 
+@mock.patch.object(procfs, "memory_info", return_value=AMPLE)
 def check_pair(first: Call, second: Call, **options: Any) -> int:
     """Compare every interleaving of two threads with what they may see; return how many there are."""
     allowed = [in_order(first, second, order, options) for order in orders(first, second)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rig import QUIET, SMALL, TOKENS, Rig
+from warm_python import run_script
 
 from slicedkv import SlicedKVCache
 from slicedkv.memory import backing
@@ -136,11 +134,9 @@ def test_signals_at_any_moment() -> None:
             cache.check_integrity()
         print(counts[0])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 200
+    status, out, errors = run_script(code, timeout_s=90)
+    assert status == 0, errors
+    assert int(out) > 200
 
 
 def test_a_token_is_given_back_wherever_its_taker_is_interrupted() -> None:

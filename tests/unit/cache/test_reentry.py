@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 from rig import QUIET, SMALL, Rig, mapped, wait_until
+from warm_python import run_script
 
 from slicedkv import SlicedKVCache, StateError
 
@@ -260,11 +258,9 @@ def test_signals_and_finalizers_at_any_moment() -> None:
         cache.check_integrity()
         print(*counts, len(freed))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answered, refused, freed = map(int, done.stdout.split())
+    status, out, errors = run_script(code, timeout_s=90)
+    assert status == 0, errors
+    answered, refused, freed = map(int, out.split())
     assert answered > 100
     assert refused > 5
     assert freed > 50

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from read_only import is_writable, run_script
+from read_only import is_writable
 from rig import QUIET, TOKENS, Rig, assert_stamped, settle, stamp
+from warm_python import run_script
 
 from slicedkv import CapacityError, ConfigError, DriverError, SlicedKVCache, StateError
 
