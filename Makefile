@@ -28,8 +28,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(STAMP)
 	$(BIN)/slicedkv demo $(ARGS)
 
+# As many processes as there are cores, eight at most, each with one thread of torch.
+test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 PY ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
