@@ -25,6 +25,11 @@ def no_writes() -> torch.Tensor:
     return torch.zeros(TOKENS + MOST_GUARD, dtype=torch.int64)
 
 
+def mark(layer: int, kv: int) -> int:
+    """What tells the rows of one layer's K or V from all others."""
+    return (layer * 2 + kv) * (TOKENS + MOST_GUARD)
+
+
 @dataclass(eq=False)
 class Request:
     """A request's slot, how many tokens it had at most and in its last step, and how many it asked for.
@@ -56,17 +61,18 @@ class Request:
         self.writes[:length] = other.writes[:length]
         self.tokens = self.last = length
 
-    def rows(self, span: slice, layer: int, kv: int) -> torch.Tensor:
-        """What rows hold: a number for write, token, layer and K or V; exact in float32 for 13,000 writes."""
+    def rows(self, span: slice) -> torch.Tensor:
+        """What rows hold, but for their `mark`: a number for write and token; exact in float32 for 13,000 writes."""
         tokens = torch.arange(TOKENS + MOST_GUARD)[span]
-        numbers = ((self.writes[span] * LAYERS + layer) * 2 + kv) * (TOKENS + MOST_GUARD) + tokens
+        numbers = self.writes[span] * (LAYERS * 2 * (TOKENS + MOST_GUARD)) + tokens
         return numbers.to(torch.float32).view(-1, 1, 1)
 
     def fill(self, cache: SlicedKVCache, span: slice) -> None:
         """Write what rows hold."""
+        rows = self.rows(span)
         for layer in range(LAYERS):
             for kv, view in enumerate((cache.k(layer), cache.v(layer))):
                 # As a view of its own: the tensor ends at the last token, and guard rows lie behind.
                 shape = (span.stop - span.start, *view.shape[2:])
                 first = int(view.storage_offset()) + self.reqid * view.stride(0) + span.start * view.stride(1)
-                view[self.reqid].as_strided(shape, view.stride()[1:], first)[:] = self.rows(span, layer, kv)
+                view[self.reqid].as_strided(shape, view.stride()[1:], first)[:] = rows + mark(layer, kv)

@@ -37,8 +37,6 @@ LENGTHS = {"source": 100, "lone": 90, "rewound": 90, "child": 90, "swapped": 70,
 """Tokens of the requests at first."""
 MOST_PAGES = 400
 PATIENCE_S = 10.0
-AMPLE = MemoryInfo(1 << 30, 1 << 30)
-"""What the machine has, so that thousands of worlds do not look in its files."""
 
 
 class TracedLock:
@@ -73,6 +71,11 @@ class TracedGate(Gate):
         self.mutex = TracedLock()  # type: ignore[assignment]
         self.lock = _Condition(self.mutex)  # type: ignore[arg-type]
         self.is_inside = self.mutex._is_owned
+
+
+def ample() -> MemoryInfo:
+    """What the machine has, so that thousands of worlds do not look in its files."""
+    return MemoryInfo(1 << 30, 1 << 30)
 
 
 class World:
@@ -286,7 +289,7 @@ def wait_for(thread: threading.Thread, world: World) -> None:
         time.sleep(0.0001)
 
 
-@mock.patch.object(procfs, "memory_info", return_value=AMPLE)
+@mock.patch.object(procfs, "memory_info", ample)
 def check_pair(first: Call, second: Call, **options: Any) -> int:
     """Compare every interleaving of two threads with what they may see; return how many there are."""
     allowed = [in_order(first, second, order, options) for order in orders(first, second)]

@@ -122,8 +122,8 @@ def used_bytes(cache: SlicedKVCache) -> int:
     return cache.pool.driver.used_bytes()  # type: ignore[attr-defined]
 
 
-def stamps(cache: SlicedKVCache, layer: int, start: int, end: int, seed: int) -> torch.Tensor:
-    """Values of rows ``[start, end)`` that name layer, token and request."""
+def stamps(cache: SlicedKVCache, layer: int, start: int, end: int, seed: int | torch.Tensor) -> torch.Tensor:
+    """Values of rows ``[start, end)`` that name layer, token and request, or each row's ``[end - start, 1, 1]``."""
     tokens = torch.arange(start, end, device=cache.device).view(-1, 1, 1) + 10_000 * layer + 100_000 * seed
     return tokens.to(cache.dtype)
 
@@ -135,7 +135,7 @@ def stamp(cache: SlicedKVCache, reqid: int, start: int, end: int, seed: int) -> 
         cache.v(layer)[reqid, start:end] = -stamps(cache, layer, start, end, seed)
 
 
-def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int, start: int = 0) -> None:
+def assert_stamped(cache: SlicedKVCache, reqid: int, end: int, seed: int | torch.Tensor, start: int = 0) -> None:
     """Compare rows ``[start, end)`` with the stamps they must hold."""
     shape = (end - start, cache.layout.num_kv_heads, cache.layout.head_dim)
     for layer in range(cache.layout.num_layers):

@@ -242,7 +242,7 @@ def test_signals_and_finalizers_at_any_moment() -> None:
         cache = SlicedKVCache(**{options!r})
         end = time.monotonic() + 4
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-        while time.monotonic() < end:
+        while time.monotonic() < end or (len(freed) < 60 and time.monotonic() < end + 30):  # longer on a busy machine
             try:
                 client = Client(cache.alloc_reqid(random.randrange(100)))
                 for _ in range(3):
