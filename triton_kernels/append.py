@@ -14,6 +14,7 @@ from .checks import (
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
     cache_elements,
+    ceil_div,
     check_caches,
     check_device,
     check_index,
@@ -127,7 +128,7 @@ def append_kv(
     source, target = (k_new, k_new) if q is None or q_out is None else (q, q_out)
     num_blocks = num_kv_heads + num_q_heads
     with on_device(k_cache):
-        _append_kernel[(-(-num_rows // tile.tokens) * num_blocks,)](
+        _append_kernel[(ceil_div(num_rows, tile.tokens) * num_blocks,)](
             k_new, v_new, k_cache.data_ptr(), v_cache.data_ptr(), source, target, cos, sin, positions,
             reqids, cu_q_lens, seq_lens,
             *k_new.stride()[:2], *v_new.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],

@@ -1,4 +1,4 @@
-"""What the launchers share: checks that come before a launch.
+"""What the launchers share: checks that come before a launch, and what a launch must know of a device and of caches.
 
 Knows shapes, dtypes and devices. Must not know any one kernel.
 """
@@ -244,6 +244,11 @@ def check_positive(name: str, value: float | None) -> None:
     """
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """Return ``value / divisor``, rounded up. `divisor` is positive."""
+    return -(-value // divisor)
 
 
 def padded(extent: int, least: int = 16) -> int:

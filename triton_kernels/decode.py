@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .checks import (
     cache_elements,
+    ceil_div,
     check_index,
     check_positive,
     check_scales,
@@ -138,7 +139,7 @@ def decode_attention(
         )  # fmt: skip
         if split:
             join = join_tile(q.shape[0] * num_heads, padded(head_dim), plan.num_splits, q.device)
-            join_kernel[(q.shape[0] * num_heads, -(-head_dim // join.columns))](
+            join_kernel[(q.shape[0] * num_heads, ceil_div(head_dim, join.columns))](
                 parts, part_lse, out, lse, reqids, seq_lens, *out.stride()[:2], v_factor,
                 k_cache.shape[0], k_cache.shape[1], plan.num_splits, lanes,
                 BLOCK_D=join.columns, BLOCK_S=join.splits, **sizes, **options, num_warps=4,

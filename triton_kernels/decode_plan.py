@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_caches, check_device, check_queries, padded, traits
+from .checks import ceil_div, check_caches, check_device, check_queries, padded, traits
 from .tuning import DecodeTile, choose_splits, decode_tile
 
-__all__ = ["DecodePlan", "JoinTile", "cut_workspace", "join_tile", "plan_decode", "workspace_numel"]
+__all__ = ["MAX_ROWS", "DecodePlan", "JoinTile", "cut_workspace", "join_tile", "plan_decode", "workspace_numel"]
 
-_MAX_ROWS = 64
+MAX_ROWS = 64
+"""Query rows of one tile."""
 
 
 class DecodePlan(NamedTuple):
@@ -76,15 +77,15 @@ def plan_decode(
     lanes = q.shape[0] // q_len
     rows_per_head = q_len * (q.shape[1] // num_kv_heads)
     heads = _heads(tile.heads, rows_per_head, k_cache, v_cache)
-    rows = min(_MAX_ROWS, padded(heads * rows_per_head))
-    row_tiles = -(-heads * rows_per_head // rows)
+    rows = min(MAX_ROWS, padded(heads * rows_per_head))
+    row_tiles = ceil_div(heads * rows_per_head, rows)
     width = padded(heads * head_dim)
     fitting = min(256, max(16, tile.tile_bytes // (width * k_cache.element_size())))
     block_tokens = 1 << (fitting.bit_length() - 1)
     if num_splits is None:
         reach = min(max_seq_len or max_len, max_len, window + q_len - 1 if window else max_len)
         blocks = num_kv_heads // heads * row_tiles
-        tiles = -(-reach // block_tokens)
+        tiles = ceil_div(reach, block_tokens)
         num_splits = choose_splits(lanes, blocks, tiles, multiprocessors, tile, uneven=uneven)
     across = uneven and lanes > 1 and num_splits > 1
     num_parts = num_splits * (2 if across else lanes)  # a part of all may share a request with those on both sides

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from .checks import ceil_div
+
 __all__ = ["AppendTile", "DecodeTile", "PrefillTile", "append_tile", "choose_splits", "decode_tile", "prefill_tile"]
 
 MAX_SPLITS = 256
@@ -139,10 +141,10 @@ def choose_splits(
     def rounds(programs: int) -> float:
         if programs <= busy * multiprocessors:
             return _FEW if busy < most else 1
-        return -(-programs // (most * multiprocessors)) * most / busy
+        return ceil_div(programs, most * multiprocessors) * most / busy
 
     def cost(splits: int) -> float:
-        reading = rounds(lanes * blocks * splits) * (-(-tiles // splits) + _STARTUP_TILES)
+        reading = rounds(lanes * blocks * splits) * (ceil_div(tiles, splits) + _STARTUP_TILES)
         return reading + (_REDUCTION_TILES if splits > 1 else 0)
 
     return min(range(1, min(MAX_SPLITS, max(1, tiles)) + 1), key=cost)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..triton_kernels.checks import ceil_div
 from .base import KVSource, missing_for_half
 from .batch import PADDED, Batch, Lane
 from .paged_view import PagedView, ramps
@@ -176,7 +177,7 @@ class FlashInferBackend(TritonBackend):
             options: dict[str, Any] = {}
             if captured_lanes:
                 if self._numbers is None:
-                    most = self.max_batch_size * -(-self.max_seq_len // self._view.page_tokens)
+                    most = self.max_batch_size * ceil_div(self.max_seq_len, self._view.page_tokens)
                     self._numbers = self._new(most)
                 options = {
                     "use_cuda_graph": True,

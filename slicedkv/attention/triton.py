@@ -14,14 +14,13 @@ from torch import Tensor
 from ..checks import check_int
 from ..errors import ConfigError
 from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
-from ..triton_kernels.checks import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, interpreted
+from ..triton_kernels.checks import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, ceil_div, interpreted
+from ..triton_kernels.decode_plan import MAX_ROWS
 from .base import AttentionBackend, KVSource
 from .batch import Batch, Lane
 
 __all__ = ["TritonBackend"]
 
-_MAX_DECODE_ROWS = 64
-"""Query rows of one KV head that decode takes in one tile; lanes with more are prefill's."""
 _EVEN = 1.25
 """The longest request over the mean up to which requests count as equally long."""
 
@@ -94,7 +93,8 @@ class TritonBackend(AttentionBackend):
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         count = len(batch.reqids)
         each = batch.q_lens[0] if count else 0
-        fits = each * self.group_size <= _MAX_DECODE_ROWS and (self.causal or each == 1)
+        # Decode takes the query rows of a KV head in one tile. Lanes with more rows are prefill's.
+        fits = each * self.group_size <= MAX_ROWS and (self.causal or each == 1)
         if each and fits and batch.q_lens.count(each) == count:
             self._decode_lanes, self._decode_q_len = count, each
         else:
@@ -184,4 +184,4 @@ class TritonBackend(AttentionBackend):
 def _rounded(length: int) -> int:
     """Return a length rounded up by at most an eighth, so that few lengths lead to choices of their own."""
     step = max(64, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
+    return ceil_div(length, step) * step

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from ..layout import KVLayout, LayoutKind, paged_kv_bytes
 
-__all__ = ["Footprint", "footprints", "layout_name"]
+__all__ = ["CUDA_PAGE_BYTES", "Footprint", "footprints", "layout_name"]
 
 _PAGED_TOKENS = 16
-_SMALL, _LARGE = 64 << 10, 2 << 20
+_SMALL = 64 << 10
+CUDA_PAGE_BYTES = 2 << 20
+"""The page that CUDA drivers give."""
 _NAMES = {"sliced": "sliced", "interleaved": "interleaved", "per_layer": "per layer"}
 
 
@@ -58,15 +60,15 @@ def footprints(layout: KVLayout) -> dict[str, Footprint]:
     token_bytes, slots, tokens = layout.token_bytes, layout.max_batch_size, layout.max_seq_len
     whole = tokens * token_bytes
     return {
-        "sliced": _on_demand(layout, "sliced", _LARGE),
-        "interleaved": _on_demand(layout, "interleaved", _LARGE),
+        "sliced": _on_demand(layout, "sliced", CUDA_PAGE_BYTES),
+        "interleaved": _on_demand(layout, "interleaved", CUDA_PAGE_BYTES),
         "paged": Footprint(
             f"paged, {_PAGED_TOKENS} tokens",
             lambda seq_len: paged_kv_bytes(token_bytes, seq_len, _PAGED_TOKENS),
             _PAGED_TOKENS,
         ),
         "per_layer_small": _on_demand(layout, "per_layer", _SMALL),
-        "per_layer": _on_demand(layout, "per_layer", _LARGE),
+        "per_layer": _on_demand(layout, "per_layer", CUDA_PAGE_BYTES),
         "static": Footprint(f"static, {slots:,} x {tokens:,} tokens", lambda _: whole, tokens, 0, slots * whole),
     }
 

@@ -11,7 +11,7 @@ import torch
 from ..config import CacheConfig
 from ..errors import ConfigError
 from ..layout import KVLayout
-from .footprint import Footprint, footprints
+from .footprint import CUDA_PAGE_BYTES, Footprint, footprints
 from .model_config import ModelShape, read_shape
 from .text import format_bytes, format_table, parse_bytes
 
@@ -90,7 +90,7 @@ def _layout(options: argparse.Namespace) -> tuple[str, KVLayout]:
         device=torch.device("cpu"),
     )
     heads = heads_per_gpu(config.num_kv_heads, options.tensor_parallel)
-    return name, replace(config.kv_layout(2 << 20), num_kv_heads=heads)
+    return name, replace(config.kv_layout(CUDA_PAGE_BYTES), num_kv_heads=heads)
 
 
 def _shape(options: argparse.Namespace) -> tuple[str, ModelShape]:
