@@ -11,6 +11,7 @@ they are given up for a newcomer, and before a running request is preempted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
 
@@ -169,28 +170,32 @@ class PrefixCache(Admission):
         """Return a slot with the rows of a hit: the one that has them, or one that shares them. None: neither."""
         if self._is_whole(hit):
             return self._take_over(hit)
-        reqid = self._alloc(0, keep=hit.slot)
-        if reqid == hit.slot:  # the last slot: worth taking over only if the request fills its pages anyway
+        try:
+            reqid = self._alloc(0, keep=hit.slot)
+        except OutOfSlotsError:
+            if hit.slot not in self._held:
+                raise
+            # It is the last slot: worth taking over only if the request fills its pages anyway.
             fits = self.pages(self._index.length(hit.slot)) <= self.pages(request.num_tokens)
             return self._take_over(hit) if fits else None
-        if not self._share(hit, reqid):
-            self._free(reqid)
-            return None
+        with ExitStack() as undo:
+            undo.callback(self._free, reqid)
+            if not self._share(hit, reqid):
+                return None
+            undo.pop_all()
         if hit.slot in self._held:
             self._held[hit.slot] = self._held.pop(hit.slot)  # used most recently
         return reqid
 
     def _share(self, hit: _Hit, reqid: int) -> bool:
+        """Let a slot share the rows of a hit, if need be by giving up other held slots. False: memory is short."""
         try:
             while not self._cache.share_prefix(hit.slot, reqid, hit.length):
                 if not self.evict(keep=hit.slot):
                     return False
         except BaseException:
-            try:
-                if hit.slot in self._held:  # or it would fail the next time too
-                    self._give_up(hit.slot)
-            finally:
-                self._free(reqid)
+            if hit.slot in self._held:  # or it would fail the next time too
+                self._give_up(hit.slot)
             raise
         return True
 
@@ -211,16 +216,19 @@ class PrefixCache(Admission):
         return hit.slot
 
     def _alloc(self, seq_len: int, keep: int | None = None) -> int:
-        """Return an idle slot, giving up held ones if there is none. If only `keep` is left, return it, still held."""
+        """Return an idle slot. While there is none, give up held slots, `keep` aside.
+
+        Raises
+        ------
+        OutOfSlotsError
+            No slot is idle, and no other slot is held.
+        """
         while True:
             try:
                 return self._cache.alloc_reqid(seq_len)
             except OutOfSlotsError:
-                if self.evict(keep):
-                    continue
-                if keep is None or keep not in self._held:
+                if not self.evict(keep):
                     raise
-                return keep
 
     # --- holding ----------------------------------------------------------------------------------------------------
 
