@@ -32,7 +32,7 @@ from .tuning import AppendTile, append_tile
 
 __all__ = ["append_kv"]
 
-# Arguments that change from batch to batch must not make another kernel of it.
+# These arguments change from batch to batch: Triton must not compile another kernel for them.
 _RUNTIME_INTS = ["num_rows", "max_batch_size", "max_seq_len", "num_angles", "num_lanes", "steps"]
 _RUNTIME_INTS += ["num_blocks", "num_kv_heads"]
 
@@ -72,17 +72,17 @@ def append_kv(
         ``[cu_q_lens[i], cu_q_lens[i + 1])``. Rows past the last belong to nobody. None: lane i has row i alone, as in
         decode; the kernel then searches nothing.
     rotary_cos, rotary_sin : Tensor, optional
-        ``[positions, D / 2]`` of any float, last dimension contiguous. Given both, K is turned: dimension d with
+        ``[positions, D / 2]`` of any float, last dimension contiguous. Given both, the kernel turns K: dimension d with
         dimension ``d + D / 2``.
     positions : Tensor, optional
         ``[rows]`` int32 or int64: the row of the tables each packed row takes; by default its position in the cache.
-        Outside the tables rows become zeros.
+        A packed row that the tables have no row for becomes zeros.
     q : Tensor, optional
         ``[rows, Hq, D]`` of float32, float16 or bfloat16, to be turned as well; only with tables.
     q_out : Tensor, optional
         Like q, and may be q; allocated if missing. Rows of padded lanes become zeros.
     k_scale, v_scale : float, optional
-        What values are divided by before they go to a float8 cache.
+        The kernel divides values by this before they go to a float8 cache.
     tile : AppendTile, optional
         Launch choices other than the table's.
 
@@ -241,8 +241,8 @@ def _append_kernel(
 ):  # fmt: skip
     """Some tokens of one head: a KV head's K and V, or, past those, a query head.
 
-    Rows that are not turned are loaded before their place is known: the two take as long as one. Rows that are turned
-    come with their angle: as early as the others, 8,192 of them took 6 % longer (H200).
+    The kernel loads rows that are not turned before it knows their place: the two loads take as long as one. It loads
+    rows that are turned together with their angle: loaded as early as the others, 8,192 of them took 6 % longer (H200).
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     block = tl.program_id(0) % num_blocks

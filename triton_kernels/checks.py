@@ -85,8 +85,8 @@ def check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 def cache_elements(k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
     """Return what `cache_pointer` must know of caches whose addresses go to a kernel as numbers.
 
-    Given a tensor, Triton asks the driver about its first byte and refuses it when nothing is mapped there: so it is
-    while slot 0 is idle, though the kernel reads other slots only.
+    Given a tensor, Triton asks the driver about its first byte and refuses it when nothing is mapped there. That is
+    so while slot 0 is idle, though the kernel reads other slots only.
     """
     aligned = (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
     return {"ELEMENT": ELEMENTS[k_cache.dtype], "ALIGNMENT": 16 if aligned else k_cache.element_size()}

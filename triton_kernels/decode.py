@@ -183,8 +183,8 @@ def _attend_part(
 ):  # fmt: skip
     """Attend to tokens ``[begin, end)`` of one lane and store what comes of it.
 
-    Unsplit that is the output. A part of a lane goes to its place among the lane's parts. A part of all lanes goes to
-    its own place, but to the output if it is negative: then it has all tokens of the lane.
+    Unsplit, the result goes to the output. A part of a lane goes to its place among the lane's parts. A part of all
+    lanes goes to its own place. Only if `part` is negative, it has all tokens of the lane and goes to the output.
     """
     # A row is (KV head of this program, new token, query head of its group).
     rows = (block % ROW_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -237,7 +237,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """Programs of neighbouring heads run side by side, as their rows do: they share pages and DRAM rows.
 
-    With BLOCK_L, at least the number of lanes, parts are of all tokens of all lanes.
+    BLOCK_L is 0, or at least the number of lanes: then the parts are parts of all tokens of all lanes.
     """
     share = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks

@@ -8,7 +8,7 @@ import triton.language as tl
 from .lanes import INDICES, find_slot
 from .tile import LN2, NOTHING
 
-# Arguments that change from batch to batch must not make another kernel of it.
+# These arguments change from batch to batch: Triton must not compile another kernel for them.
 RUNTIME_INTS = ["max_batch_size", "max_seq_len", "num_splits", "num_blocks", "num_lanes"]
 
 
@@ -55,7 +55,7 @@ def share_span(share, tiles, ends, num_splits):
     size = tl.cdiv(total, num_splits)
     start = share * size
     stop = tl.minimum(start + size, total)
-    # Lanes that end where a share begins are not its own, nor are those without a tile.
+    # A lane that ends where the share begins is not its own, nor is an empty lane there.
     return start, stop, tl.sum((ends <= start).to(tl.int32), 0), tl.sum((ends < stop).to(tl.int32), 0)
 
 

@@ -19,7 +19,7 @@ MAX_ROWS = 64
 class DecodePlan(NamedTuple):
     """Tile sizes of one launch: `heads` KV heads and `rows` query rows a program, `row_tiles` programs for all rows.
 
-    Splits are of each request, or, `across`, of all together; there is room for `num_parts`.
+    The launch splits the tokens of each request or, if `across`, of all together. The workspace holds `num_parts`.
     """
 
     heads: int

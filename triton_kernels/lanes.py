@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Index vectors begin where a batch happens to put them: that must not make another kernel of it.
+# Index vectors begin where a batch happens to put them: Triton must not compile another kernel for that.
 INDICES = ["reqids", "cu_q_lens", "seq_lens", "positions"]
 
 
@@ -58,7 +58,8 @@ def find_place(
     else:
         lane = find_lane(cu_q_lens, rows, num_lanes, steps, 1, 0)
         lane_end = tl.load(cu_q_lens + lane + 1).to(tl.int64)
-    # Uncut, a length past the end of the cache moves no row to another place: rows out there are left out.
+    # A length past the end of the cache stays uncut here, so that every row keeps its place. Rows past the end are left
+    # out below.
     slot, length = find_slot(reqids, seq_lens, lane, max_batch_size, 2147483647)
     position = length + rows - lane_end
     # A padded lane has length 0, so its positions are negative; rows past the last lane have one past the length.

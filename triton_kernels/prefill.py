@@ -30,7 +30,7 @@ from .tuning import PrefillTile, prefill_tile
 
 __all__ = ["prefill_attention"]
 
-# Arguments that change from batch to batch must not make another kernel of it.
+# These arguments change from batch to batch: Triton must not compile another kernel for them.
 _RUNTIME_INTS = ["num_rows", "max_batch_size", "max_seq_len", "num_lanes", "steps"]
 
 

@@ -47,7 +47,7 @@ def attend(
 ):
     """Let rows `q` see tokens ``[begin, end)`` and return output, peak and total carried on.
 
-    Not GUARDED, ``end - begin`` must be a multiple of BLOCK_N and every row must see every token.
+    If not GUARDED, ``end - begin`` must be a multiple of BLOCK_N and every row must see every token.
     """
     index = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_W)

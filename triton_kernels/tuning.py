@@ -80,14 +80,14 @@ _PREFILL: dict[tuple[int, int], dict[int, PrefillTile]] = {
     (10, 0): {64: PrefillTile(128, 128, 8, 3), 128: PrefillTile(128, 64, 8, 3), 256: PrefillTile(128, 64, 8, 2)},
     (12, 0): {64: PrefillTile(128, 64, 4, 2), 128: PrefillTile(64, 64, 4, 2), 256: PrefillTile(32, 32, 4, 2)},
 }
-# float32 products run on ordinary arithmetic units, out of registers that a larger tile would not leave.
+# float32 products run on ordinary arithmetic units, and need registers that a larger tile would not leave.
 _PREFILL_FLOAT32 = {128: PrefillTile(32, 32, 4, 2), 256: PrefillTile(16, 16, 4, 2)}
 
 
 def decode_tile(capability: tuple[int, int], itemsize: int) -> DecodeTile:
     """Return the choice for an architecture and the cache's item size."""
     tile = _DECODE[_nearest(tuple(_DECODE), capability)]
-    # As many bytes of a float8 are twice the tokens: with as many warps their scores would not stay in registers.
+    # The same bytes of a float8 are twice the tokens: with the same warps their scores would not stay in registers.
     return replace(tile, warps=2 * tile.warps) if itemsize == 1 else tile
 
 
@@ -98,7 +98,7 @@ def prefill_tile(capability: tuple[int, int], itemsize: int, head_dim: int) -> P
 
 
 def append_tile(num_tokens: int, num_heads: int, multiprocessors: int) -> AppendTile:
-    """Return few tokens a program while that is what fills the GPU."""
+    """Return how to cut: few tokens a program while only that fills the GPU."""
     if num_tokens * num_heads < 64 * multiprocessors:
         return AppendTile(tokens=4, warps=1)
     return AppendTile()

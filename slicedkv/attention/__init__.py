@@ -67,7 +67,7 @@ def choose_backend(
     Raises
     ------
     BackendUnavailableError
-        There is none; the message says why not, of each.
+        No backend runs there with these options; the message says why not, for each.
     """
     device = torch.device(device)
     reasons = []

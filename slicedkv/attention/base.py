@@ -29,8 +29,8 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class KVSource(Protocol):
     """Anything with layer slices; `SlicedKVCache` is one.
 
-    One whose `debug` is true also has `check_writable(reqids, starts, ends)`, which raises `StateError` when one of the
-    requests must not be written in its rows ``[start, end)`` now.
+    A source whose `debug` is true also has `check_writable(reqids, starts, ends)`, which raises `StateError` when
+    one of the requests must not be written in its rows ``[start, end)`` now.
     """
 
     def k(self, layer: int) -> Tensor:
@@ -123,8 +123,8 @@ class AttentionBackend(ABC):
         ----------
         batch : Batch
         graph : bool
-            The step's `append` and `run` are captured in a CUDA graph on the current stream, or replayed from a graph
-            that was captured after a `plan` of as many lanes. Each lane must have one token. Rows of padded lanes may
+            The caller captures the step's `append` and `run` in a CUDA graph on the current stream, or replays a graph
+            that it captured after a `plan` of as many lanes. Each lane must have one token. Rows of padded lanes may
             hold anything finite.
 
         Raises
@@ -133,7 +133,7 @@ class AttentionBackend(ABC):
             A reqid or length does not fit the cache, or the batch does not fit a graph. The former plan stays; after
             any other failure there is no plan.
         StateError
-            With `graph`, over a cache with `debug`: as `append`, since a replay calls none. The former plan stays.
+            With `graph`, over a cache with `debug`: as `append`, which a replay does not call. The former plan stays.
         """
         self._check_batch(batch)
         if graph:
@@ -164,8 +164,8 @@ class AttentionBackend(ABC):
         ConfigError
             Shape, dtype or device do not fit. Nothing was written.
         StateError
-            `plan` was never called, or it failed. Over a cache with `debug`, once a plan: rows are not backed, or lie
-            in pages that other requests share. Nothing was written.
+            `plan` was never called, or it failed. Over a cache with `debug`: rows are not backed, or lie in pages that
+            other requests share; a plan's first `append` checks this. Nothing was written.
         """
         for name, tensor in (("k", k), ("v", v)):
             self._check(name, tensor, self.num_kv_heads)

@@ -1,7 +1,7 @@
 """Attention through FlashAttention 2, whose `flash_attn_with_kvcache` follows a slice's strides and finds slots itself.
 
-Decoding lanes are one call, with their slots as `cache_batch_idx`; every other lane is a call of its own. Appending is
-the Triton kernel's. FlashAttention 3 is not used: its last tile may read past what is mapped.
+Decoding lanes are one call, with their slots as `cache_batch_idx`; every other lane is a call of its own. The Triton
+kernel appends. FlashAttention 3 is not used: its last tile may read past what is mapped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlashAttentionBackend(TritonBackend):
         super()._plan(batch, lanes, graph=graph)
         self._first = self._decode_lanes * self._decode_q_len
         self._others = [lane for lane in lanes if lane.begin >= self._first]
-        # It knows no padded lanes: rows of real ones are gathered where there are others among them.
+        # FlashAttention knows no padded lanes: where there are some, the rows of the real ones are gathered.
         real = [lane for lane in range(self._decode_lanes) if batch.reqids[lane] != PADDED]
         self._slots, self._lens = self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes]
         self._real = None

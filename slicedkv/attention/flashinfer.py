@@ -3,9 +3,10 @@
 Decode and batches of short prompts use the kernels for paged caches over a `PagedView`. Long prompts and chunks use
 `single_prefill`, which needs no table and is faster there.
 
-A step with prompts uses FlashInfer's kernels for everything. It is never captured; with few tokens it waits for the
-host, and to launch Triton's kernels costs several times as much. Other steps append by the Triton kernel. FlashInfer
-compiles the kernels of a dtype and head dimension at their first use, half a minute or so, and keeps them.
+A step with prompts uses FlashInfer's kernels for everything. Such a step is never captured in a CUDA graph. If it has
+few tokens the GPU waits for the host, and launching Triton's kernels costs the host several times as much. In other
+steps the Triton kernel appends. FlashInfer compiles the kernels of a dtype and head dimension at their first use, half
+a minute or so, and keeps them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ _HEAD_DIMS = (64, 128, 256)
 # queries and 32 heads. Alone, it must read enough to gain by doing without a table.
 _SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 512, 8192
 _ALONE_SEQ_LEN, _ALONE_PAIRS = 4096, 1 << 20
-# Longer ones are cut: neighbouring queries then share what they read in the GPU's cache.
+# Lanes with more queries are cut: neighbouring queries then share what they read in the GPU's cache.
 _QUERIES_A_LAUNCH = 16384
 _UINT32 = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Packed rows of prefill, counted from its first, that are computed together: one long lane, or a wrapper's."""
+    """Packed rows that prefill computes together: one long lane, or the short lanes of a wrapper.
+
+    `rows` counts from the first row of prefill.
+    """
 
     rows: slice
     lane: Lane | None = None
@@ -53,8 +57,8 @@ class WrapperPlans:
     """Plans FlashInfer's wrappers, and waits where their pinned memory is still in use.
 
     Each wrapper has one piece of pinned memory. The device copies a plan from there in the stream's order. A plan made
-    too early would overwrite the one before, and kernels would read wherever the mixture says. So to plan a wrapper
-    again is to wait until the device has copied its last plan, and thus for the work queued before that.
+    too early would overwrite the one before, and kernels would read wherever the mixture says. So planning a wrapper
+    again waits until the device has copied its last plan, and thus has done the work queued before.
 
     Parameters
     ----------
@@ -108,7 +112,7 @@ class FlashInferBackend(TritonBackend):
             page_tokens //= 2
         self._view = PagedView.of(cache.k(0), page_tokens)
         self._kernel = _kernel(self.device)
-        # One product in fa2's single_prefill is of 32 bits.
+        # fa2's single_prefill computes one product in 32 bits.
         self._single_limit = self.max_seq_len if self._kernel == "fa3" else (_UINT32 - 1) // cache.k(0).stride(1)
         self._workspace_bytes = self._kept(_WORKSPACE_BYTES, torch.uint8).zero_()
         self._numbers: Tensor | None = None
@@ -134,7 +138,7 @@ class FlashInferBackend(TritonBackend):
         self._places = self._find_places(lanes) if prompts and PADDED not in batch.reqids else None
         self._decodes_itself = self.decode == "flashinfer" or prompts
         if self._decodes_itself:
-            if self._decode_q_len > 1:  # its decode takes one token of each
+            if self._decode_q_len > 1:  # FlashInfer's decode takes one token of each lane
                 self._decode_lanes = 0
             self._plan_decode(batch, graph=graph)
         first = self._decode_lanes * self._decode_q_len
@@ -162,7 +166,7 @@ class FlashInferBackend(TritonBackend):
         self._decoder = None
         if real is None:
             return
-        # It knows no padded lanes: they read the first row of some request, and what they write is nobody's.
+        # FlashInfer knows no padded lanes: they read the first row of some request, and nobody reads what they write.
         lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]
         self._decoder = self._open_decoder(self._decode_lanes if graph else 0)
         self._plans.plan(
@@ -191,7 +195,7 @@ class FlashInferBackend(TritonBackend):
         return self._decoders[captured_lanes]
 
     def _open(self, wrapper: Any, options: dict[str, Any]) -> Any:
-        with torch.inference_mode(False):  # it keeps buffers, as `_kept` does
+        with torch.inference_mode(False):  # the wrapper keeps buffers, as `_kept` does
             return wrapper(self._workspace_bytes, "NHD", **options)
 
     def _new(self, length: int) -> Tensor:

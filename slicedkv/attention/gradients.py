@@ -1,8 +1,8 @@
 """Gradients end at a cache: it keeps rows without them, and `backward` through it raises.
 
 A cache outlives every graph and keeps rows in place, beside those of other requests. So no row joins a graph. A result
-outside every graph would lose gradients in silence; results that should have one get a graph that raises. Knows torch
-only.
+outside every graph would lose gradients in silence, so a result that should have a gradient gets a graph that raises.
+Knows torch only.
 """
 
 from __future__ import annotations

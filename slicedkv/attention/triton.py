@@ -22,7 +22,7 @@ from .batch import Batch, Lane
 __all__ = ["TritonBackend"]
 
 _EVEN = 1.25
-"""The longest request over the mean up to which requests count as equally long."""
+"""Requests count as equally long while the longest has at most this many times their mean length."""
 
 
 class TritonBackend(AttentionBackend):

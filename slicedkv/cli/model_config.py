@@ -49,7 +49,7 @@ def read_shape(path: Path) -> tuple[str, ModelShape]:
     Raises
     ------
     ConfigError
-        There is none, it is no model's, or its layers do not all hold K and V of one shape.
+        There is no such file, it is not a model's, or its layers do not all hold K and V of one shape.
     """
     file = path / _FILE if path.is_dir() else path
     config = _load(file)

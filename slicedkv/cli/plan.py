@@ -94,7 +94,7 @@ def _layout(options: argparse.Namespace) -> tuple[str, KVLayout]:
 
 
 def _shape(options: argparse.Namespace) -> tuple[str, ModelShape]:
-    """The model's name and shape, known or read. Values that the user gave replace those."""
+    """The model's name and shape, known or read. Values that the user gave take the place of the model's."""
     given = {name: getattr(options, name) for name in ModelShape._fields if getattr(options, name) is not None}
     missing = [f"--{name.replace('_', '-')}" for name in ModelShape._fields if name not in given]
     if options.model is None:

@@ -37,7 +37,7 @@ class Admission:
         return 0
 
     def pages(self, seq_len: int) -> int:
-        """Pages over all planes of a request."""
+        """Pages over all planes that `seq_len` tokens of a request need."""
         return self._cache.layout.pages_for(seq_len) * self._cache.layout.num_planes
 
     def can_admit(self, request: Request, seq_len: int, promised: int, running: Sequence[Request]) -> bool:
@@ -52,11 +52,11 @@ class Admission:
             Pages that the running requests still need.
         running : sequence of Request
         """
-        # Memory first: most requests are refused for it. A slot is all that is left to ask for then.
+        # Memory first: most refusals are for memory. `can_admit(0)` then asks for a slot alone.
         return promised + self.pages(seq_len) <= self._cache.pages_available() and self._cache.can_admit(0)
 
     def is_fresh(self, request: Request) -> bool:
-        """True when nothing that a waiting request begins with is computed already."""
+        """True when no slot has computed what a waiting request begins with."""
         return True
 
     def admit(self, request: Request) -> int:
@@ -85,10 +85,10 @@ class Admission:
                 raise
 
     def trim(self) -> None:
-        """Give up what is kept for later requests beyond the limit. The scheduler calls it when requests are over."""
+        """Keep no more for later requests than the limit allows. The scheduler calls it when requests are over."""
 
     def evict(self) -> bool:
-        """Give up something that is kept for later requests; False when there is nothing."""
+        """Give up one thing that is kept for later requests. False: there is nothing."""
         return False
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ class CountedBackend:
     """Hands calls on to a planned backend and counts the layers.
 
     A layer that attends twice would overwrite its first K and V, and later tokens would read wrong ones. A layer that
-    never comes here has attended by itself, to tokens of other requests, too.
+    never calls this attends in code of its own, and its tokens see the tokens of other requests.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class CountedBackend:
         Raises
         ------
         ConfigError
-            The layer has got its K and V, or the cache has no such layer. Nothing was written.
+            The layer has its K and V already, or the cache has no such layer. Nothing was written.
         """
         if not 0 <= layer < len(self._counts):
             raise ConfigError(f"the model has a layer {layer}, the cache layers [0, {len(self._counts)})")

@@ -35,7 +35,8 @@ class Engine(Unique):
     ----------
     model : PreTrainedModel
         A causal language model of the Llama family in evaluation mode. The engine sets its attention to "slicedkv";
-        `close` sets each part of it back. Do not use the model for anything else meanwhile.
+        `close` gives each part of the model its former attention back. Do not use the model for anything else
+        meanwhile.
     tokenizer : PreTrainedTokenizerBase, optional
         Lets prompts be strings.
     max_batch_size, max_seq_len : int
@@ -44,15 +45,16 @@ class Engine(Unique):
         A cache that fits the model, as `cache_for_model` opens it. It replaces `max_batch_size`, `max_seq_len` and
         `cache_kwargs`. The engine closes it.
     max_tokens_per_step : int, optional
-        Most tokens of a step; longer prompts are computed in chunks. Default: 512, or `max_batch_size` if that is more.
+        Most tokens of a step; the engine cuts longer prompts in chunks. Default: 512, or `max_batch_size` if that is
+        more.
     backend : str or AttentionBackend
         Name of an attention backend, see `open_backend`; or a backend over `cache`.
     cuda_graphs : bool, optional
-        Replay steps in which every request computes one token as CUDA graphs, one graph for each padded number of
-        requests. By default the engine does so where backend and model allow it.
+        Replay a CUDA graph for a step in which every request computes one token. There is one graph for each padded
+        number of requests. By default the engine does so where backend and model allow it.
     preemption : {"recompute", "swap", "auto"}
-        What becomes of the rows of a request that gives its slot to older ones: it computes them again, they are
-        swapped to host memory, or whichever is faster as measured.
+        What happens to the rows of a request that gives its slot to older ones. "recompute": it computes them again.
+        "swap": they wait in host memory. "auto": whichever of the two is faster by the engine's measurements.
     prefix_cache : int, float or str, optional
         Share prefixes: requests share the K and V of the tokens that they begin with, and finished ones leave theirs to
         later ones. The value limits what finished requests leave: bytes, "4GiB", or a fraction of the cache's memory
@@ -78,7 +80,7 @@ class Engine(Unique):
 
     Notes
     -----
-    Use it from one thread. `step` waits for the GPU to learn the tokens.
+    Use it from one thread. `step` waits until the GPU has chosen the tokens.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class Engine(Unique):
             self.scheduler.admit_ahead()
             mapped_bytes = self.cache.stats().mapped_bytes if self.on_step else 0
             held_bytes = self.scheduler.admission.held_bytes if self.on_step else 0
-        finally:  # otherwise tokens that are drawn already would be drawn again, and might be others
+        finally:  # or the next step would draw these tokens again, and might draw others
             wait = self._accept(ready, chosen)
         self.scheduler.preemptor.note_step(plan.q_lens, time.perf_counter() - start, waited=bool(ready))
         self.scheduler.retire()
@@ -229,7 +231,7 @@ class Engine(Unique):
         return wait
 
     def _take_events(self) -> list[Event]:
-        """New tokens, also those of an earlier step that failed after it had them."""
+        """Return the new tokens, and before them the tokens of earlier steps that failed after they had them."""
         events, self._events = self._events, []
         return events
 

@@ -97,7 +97,7 @@ class DecodeGraphs:
     def _capture(self, size: int) -> _Captured:
         """Capture the planned step.
 
-        It runs once before, so that libraries and kernels are loaded. The capture's replay appends the same rows again.
+        The step runs once before, so that libraries and kernels are loaded. The first replay appends its rows again.
         """
         current, side = torch.cuda.current_stream(self._backend.device), _capture_stream(self._backend.device)
         side.wait_stream(current)

@@ -77,7 +77,7 @@ class ModelAttention:
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Configs of a model's parts, each before the ones inside it: setting one's attention sets theirs too."""
+    """Return the configs of a model's parts, outer ones first: setting a config's attention sets it inside, too."""
     found: dict[int, PretrainedConfig] = {}
 
     def visit(config: PretrainedConfig) -> None:

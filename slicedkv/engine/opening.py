@@ -31,7 +31,7 @@ from .served_cache import SharingCache
 
 __all__ = ["check_prefix_cache", "eos_ids", "open_admission", "open_cache", "open_runner", "warn_of_ignored"]
 
-# Fields of a generation config that change which tokens are chosen, beside those that `SamplingParams` has.
+# Fields of a generation config that change which tokens are chosen, and that `SamplingParams` lacks.
 _GREEDY_FIELDS = (
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -136,7 +136,7 @@ def open_runner(
     cuda_graphs: bool | None,
     probing: bool,
 ) -> ModelRunner:
-    """Return what runs a model over a cache. The model's attention is set, and with `probing` it was probed.
+    """Set a model's attention, with `probing` probe the model, and return what runs it over a cache.
 
     Raises
     ------

@@ -26,7 +26,7 @@ class Preemptor:
     cache : ServedCache
     kind : {"recompute", "swap", "auto"}
         "auto" does what takes less time, by the measured speeds of copies and of computing prompts. Until both are
-        measured it computes again. Whenever host memory is short, any kind computes again.
+        measured, requests compute again. With any kind they do so whenever host memory is short.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class Preemptor:
         return copying < request.num_computed / self._prefill.tokens_per_s
 
     def bring_back(self, request: Request) -> int | None:
-        """Swap a request's rows in and return its reqid; None if it has none there, or if memory is short."""
+        """Swap a request's rows in and return its reqid. None: it has no rows in host memory, or memory is short."""
         if request.swapped is None:
             return None
         reqid = self._cache.swap_in(request.swapped)
@@ -97,7 +97,7 @@ class Preemptor:
             request.num_computed = 0
 
     def note_step(self, q_lens: tuple[int, ...], seconds: float, *, waited: bool) -> None:
-        """Note what a step computed and how long it took. Not `waited`: the device was still at work at its end."""
+        """Note what a step computed and how long it took. `waited` is False if the device was then still at work."""
         self._prefill.note(sum(q_lens), sum(q_len for q_len in q_lens if q_len > 1), seconds, waited=waited)
 
 

@@ -62,7 +62,7 @@ class PrefixCache(Admission):
     def can_admit(self, request: Request, seq_len: int, promised: int, running: Sequence[Request]) -> bool:
         """As `Admission.can_admit`. Held memory and slots count as free, and shared pages as present.
 
-        Also False while a running request computes more of what this one begins with: soon it can be shared.
+        Also False while a running request is computing more of this one's beginning, since it can soon be shared.
         """
         swapped = request.num_computed > 0  # it brings its own rows with it
         hit = None if swapped else self._find(request)
@@ -141,7 +141,10 @@ class PrefixCache(Admission):
     # --- beginning with what is there -------------------------------------------------------------------------------
 
     def _find(self, request: Request) -> _Hit | None:
-        """The best slot to begin with. Of the slots with the longest match, one to take over; else a running one."""
+        """Return the best slot to begin with, None without a match.
+
+        Of the slots with the longest match: one to take over, else a running one, else the held one used most recently.
+        """
         # The last token is always computed: the next one is chosen from its logits.
         length, slots = self._index.match(request.token_ids(0, request.num_tokens - 1))
         if not slots:
@@ -250,7 +253,7 @@ class PrefixCache(Admission):
                 del self._held[slot]
 
     def _free(self, slot: int) -> None:
-        """Free a slot; one that the driver lost counts as free. A failure of the background is raised after that."""
+        """Free a slot; one that the driver lost counts as free. If the background has failed, free it, then raise."""
         try:
             self._cache.free_reqid(slot)
         except SlicedKVError:

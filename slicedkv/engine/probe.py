@@ -38,7 +38,7 @@ _EXACT = 2e-4
 _SHORTENED = 0.01  # float32 whose products may be rounded to fewer bits
 _HALF = {torch.float16: 0.05, torch.bfloat16: 0.25}
 _FLOAT8, _FLOAT8_OF_HALF = 0.1, 0.7
-_ATTEMPTS = 3  # rounding may choose another expert for a token; what is wrong is so for all tokens
+_ATTEMPTS = 3  # rounding may choose another expert for some tokens; a wrong model is wrong for all
 
 
 class _Prompt(NamedTuple):
@@ -136,7 +136,7 @@ def _packed(runner: ModelRunner, cache: SlicedKVCache, prompts: Sequence[_Prompt
 
 
 def _compute(runner: ModelRunner, slots: list[int], prompts: Sequence[_Prompt]) -> list[Tensor]:
-    """A step with all tokens but the last, and one with these."""
+    """Compute a step with all but the last token of each prompt, then a step with the last ones."""
     lengths = [len(prompt.tokens) for prompt in prompts]
     firsts = [max(1, length - 1) for length in lengths]
     parts: list[list[Tensor]] = [[] for _ in prompts]
@@ -176,7 +176,7 @@ def _alone(model: PreTrainedModel, prompt: _Prompt, dtype: torch.dtype) -> Tenso
 
 
 class _LateLayer(DynamicLayer):
-    """A layer that tokens have left: those it gets are behind them, and attend to each other only."""
+    """A layer which says that `start` tokens have left its window. Those behind attend to each other only."""
 
     def __init__(self, start: int, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

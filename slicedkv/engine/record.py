@@ -29,13 +29,13 @@ class EngineStep:
     seconds : float
         Wall time of the step.
     wait_seconds : float
-        The part of it that the engine waited until the device had the tokens.
+        The part of it in which the engine waited for the device to choose the tokens.
     num_running, num_waiting : int
         Requests after the step.
     num_tokens : int
         Packed tokens it computed.
     num_cached_tokens : int
-        Tokens that requests admitted in this step need not compute, since others have.
+        Tokens that requests admitted in this step need not compute, since others have computed them.
     num_preemptions : int
         Requests that lost their slot in this step.
     seq_lens : tuple of int
@@ -45,7 +45,8 @@ class EngineStep:
     mapped_bytes : int
         Physical memory mapped then, idle slots included.
     held_bytes : int
-        The part that prefixes of finished requests alone keep from others, without requests finished in this step.
+        The part of it that only prefixes of finished requests keep from others. Requests that finish in this step do
+        not count yet.
     """
 
     index: int

@@ -96,7 +96,7 @@ class Request:
     swapped : SwapHandle or None
         The rows of these tokens while they wait in host memory.
     num_cached_tokens : int
-        How many of them it got from a shared prefix when it last got a slot.
+        Tokens that it got from a shared prefix when it last got a slot.
     num_preemptions : int
         How often the slot was taken away.
     """

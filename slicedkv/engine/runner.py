@@ -62,8 +62,8 @@ class ModelRunner:
         Returns
         -------
         Tensor
-            ``[n, vocabulary]``: the logits after the last pending token of each request that has no more, in packed
-            order. The next call may overwrite them.
+            ``[n, vocabulary]``: the logits after the last token of each request that has no pending token after this
+            step, in packed order. The next call may overwrite them.
         """
         self.attention.check()
         tokens: list[int] = []
@@ -117,7 +117,7 @@ class ModelRunner:
         )
         counted.check()
         logits: Tensor = output.logits[0]
-        # Some models give the logits of every token whatever they are asked for.
+        # Some models return the logits of every token, whatever one asks for.
         return logits if len(logits) == len(rows) else logits[self._tensor(rows)]
 
     def close(self) -> None:

@@ -59,8 +59,8 @@ class Scheduler:
         self.preemptor = Preemptor(cache, preemption)
         self.admission = Admission(cache) if admission is None else admission
         self._total_pages = cache.pages_available()
-        self._rewound: list[Request] = []  # the cache still counts a token more
-        self._refused: Request | None = None  # ahead of the next step, and nobody has left since
+        self._rewound: list[Request] = []  # to compute their last token again, which the cache still counts
+        self._refused: Request | None = None  # refused ahead of the next step; nobody has left since
 
     @property
     def idle(self) -> bool:
@@ -95,16 +95,16 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, with every row backed that it writes, or None when there is nothing to do.
+        """Back every row that the next step writes, and return the step. None: there is nothing to do.
 
         Raises
         ------
         OutOfPagesError
             Memory does not suffice for one request alone: something else has taken it.
         """
-        self.retire()  # those that a failure of the driver left
+        self.retire()  # what a failing driver left
         for request in self.running:
-            if not request.num_pending:  # computed, but its next token was not chosen: its last one is computed again
+            if not request.num_pending:  # its next token was never chosen: compute the last one again
                 request.num_computed -= 1
                 self._rewound.append(request)
         may_admit = not self.waiting or self.waiting[0] is not self._refused
@@ -193,7 +193,7 @@ class Scheduler:
         return StepPlan(requests, q_lens)
 
     def _back(self, plan: StepPlan) -> bool:
-        """Have every row of a plan backed, if need be by giving up what is kept for later requests."""
+        """Back every row of a plan, if need be by giving up what is kept for later requests. False: memory is short."""
         seq_lens = plan.seq_lens(self.running)
         while not (self._step_back() and self._cache.step(seq_lens)):
             if not self.admission.evict():

@@ -46,7 +46,7 @@ class BatchRows:
 
     @property
     def in_place(self) -> bool:
-        """Whether `rewrite` reaches the first token's row. It does if that shares a page with the second one's."""
+        """Whether `rewrite` reaches the first token's row: it does if that row shares a page with the second one."""
         return self.sliced.layout.row_bytes < self.sliced.layout.page_bytes
 
     def view(self, tensor: Tensor, seq_len: int) -> Tensor:
@@ -88,7 +88,7 @@ class BatchRows:
         OutOfPagesError
             Other requests share rows, and there is no memory for copies.
         """
-        self._step(slots, 1)  # the least it can be told
+        self._step(slots, 1)  # the shortest length of an active slot: rows from here on will be written again
         self._step(slots, self.backed_len)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -211,7 +211,7 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield the tables of positions of a decoder and how many they have."""
+    """Yield the name of each table of positions in a decoder, and how many positions it has."""
     most = getattr(decoder_config(model), "max_position_embeddings", None)
     decoder = _decoder(model)
     modules = ((name, module) for name, module in decoder.named_modules() if isinstance(module, nn.Embedding))

@@ -42,7 +42,7 @@ _UNSUPPORTED = {
 
 
 class PlannedBackend(Protocol):
-    """The part of an `AttentionBackend` with a plan that a layer uses; see there."""
+    """What a layer uses of a planned `AttentionBackend`, which documents it."""
 
     @property
     def scale(self) -> float: ...

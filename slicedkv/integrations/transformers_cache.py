@@ -33,8 +33,8 @@ class SlicedTransformersCache(Cache):
     copy. The first forward takes the slots; `reset` and `close` give them back. If the object is dropped instead, the
     next one that needs slots gives them back. Batches may be left-padded, as with `DynamicCache`.
 
-    Beam search copies rows. `copy.deepcopy` and a larger batch share pages, in slots of their own. No row is part of a
-    graph: `backward` through what `update` returns raises `StateError`.
+    Beam search copies rows. `copy.deepcopy` and a larger batch share pages, in slots of their own. No row is part of
+    torch's graph: `backward` through what `update` returns raises `StateError`.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class SlicedTransformersCache(Cache):
         Raises
         ------
         OutOfPagesError, OutOfSlotsError
-            Other requests share rows of these, and there is no memory for copies; slots are short. Nothing was moved.
+            Other requests share these rows and there is no memory for copies, or slots are short. Nothing was moved.
         """
         if len(beam_idx) != self.batch_size or not self._rows.in_place:
             self._select(lambda rows: rows.index_select(0, beam_idx.cpu()))
@@ -169,7 +169,7 @@ class SlicedTransformersCache(Cache):
         self._select(lambda rows: rows[indices.cpu()])
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Make the batch the rows that `choose` returns of their numbers."""
+        """Keep the rows that `choose` picks, in its order. It gets the numbers of the present rows."""
         rows = self._rows
         if rows.backed_len:
             rows.select(choose(torch.arange(len(rows.slots), device="cpu")).tolist())
@@ -184,7 +184,7 @@ class _SliceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
 
     def __init__(self, rows: BatchRows, index: int, seq_len: int = 0) -> None:
-        # Not the base's, which sets `keys` and `values`.
+        # Does not call the base's, which sets `keys` and `values`.
         self._rows = rows
         self._index = index
         self._seq_len = seq_len

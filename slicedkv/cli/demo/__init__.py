@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     Raises
     ------
     ConfigError, BackendUnavailableError
-        A value is out of range; the device or a package is missing. All of this is raised before the model is loaded,
-        but for a memory limit that no request fits into.
+        A value is out of range; the device or a package is missing. The demo raises this before it loads the model.
+        Only a memory limit that no request fits into shows later.
     """
     for name in ("requests", "max_batch_size", "max_tokens"):
         check_int(name, getattr(options, name), 1)
