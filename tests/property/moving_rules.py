@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from inside import shares_pages
 from request_model import FULL_PAGES, SLOTS, Request, picks
 
 from slicedkv import CapacityError, DriverError, OutOfPagesError, SlicedKVCache, StateError
@@ -53,10 +54,12 @@ class MovingRules(RuleBasedStateMachine):
         super().__init__()
         self.second: SlicedKVCache | None = None
         self.second_lens: dict[int, int] = {}
+        self.second_mapper = "sync"
 
     def open_second(self, options: dict[str, Any] | None, shape: dict[str, Any]) -> None:
         if options is not None:
             slots = {"max_batch_size": SECOND_SLOTS, "max_seq_len": SECOND_TOKENS}
+            self.second_mapper = options["mapper"]
             self.second = SlicedKVCache(**shape, **slots, pool=self.cache.pool, **options)
 
     @property
@@ -72,7 +75,7 @@ class MovingRules(RuleBasedStateMachine):
     @property
     def second_in_step(self) -> bool:
         """True when nothing happens behind our back in it."""
-        return not self.second or self.second._state.config.mapper == "sync"
+        return not self.second or self.second_mapper == "sync"
 
     # --- swapping ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class MovingRules(RuleBasedStateMachine):
         if reqid is None:
             return
         assert reqid not in {other.reqid for other in self.active}
-        assert not self.cache._state.backing.shared.has(reqid)
+        assert not shares_pages(self.cache, reqid)
         request.reqid, request.handle, request.wanted = reqid, None, 0
         with pytest.raises(StateError, match="swapped in or released"):
             self.call(self.cache.swap_in, handle)

@@ -151,6 +151,11 @@ def grow(cache: SlicedKVCache, pages: int) -> int:
     return reqid
 
 
+def active(cache: SlicedKVCache) -> list[int]:
+    """Slots that have a request, the first one first."""
+    return list(filter(cache.is_active, range(cache.layout.max_batch_size)))
+
+
 def most(cache: SlicedKVCache, reqid: int) -> int:
     """Pages per plane that a request can have."""
     while cache.step({reqid: (mapped(cache, reqid) + 1) * TOKENS}):

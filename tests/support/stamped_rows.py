@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from inside import page_bytes_of
 
 from slicedkv import SlicedKVCache
 
@@ -12,8 +13,7 @@ LAYOUTS = ["sliced", "interleaved", "per_layer"]
 
 def write(cache: SlicedKVCache, reqid: int, seq_len: int, seed: int) -> None:
     """Fill a request's rows with numbers of its own, and the rest of what is mapped with others."""
-    mapped_bytes = cache._state.backing.mapped(reqid) * cache.layout.page_bytes
-    for plane in cache._views.bytes_of(cache.layout, reqid, 0, mapped_bytes):
+    for plane in page_bytes_of(cache, reqid):
         plane.fill_(0x5A)
     for layer in range(cache.layout.num_layers):
         for kv, view in enumerate((cache.k(layer), cache.v(layer))):

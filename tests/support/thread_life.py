@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from inside import generation
 
 from slicedkv import CapacityError, SlicedKVCache, StateError
 
@@ -125,10 +126,9 @@ class Life:
 
     def add(self, reqid: int, rows: torch.Tensor) -> bool:
         """A new request, unless a call meant for the last one in its slot came so late that it met this one."""
-        slots = self.cache._state.slots
-        generation = slots.generation(reqid)
+        born = generation(self.cache, reqid)
         self.wait_for_late_calls(reqid)
-        if not self.cache.is_active(reqid) or slots.generation(reqid) != generation:
+        if not self.cache.is_active(reqid) or generation(self.cache, reqid) != born:
             return False
         if self.cache.seq_len(reqid) != len(rows):
             self.cache.free_reqid(reqid)
@@ -200,12 +200,12 @@ class Life:
             if not len(request.rows):
                 return False
             rows = request.rows[: draw.randint(1, len(request.rows))]
-            slots, ok = self.cache._state.slots, False
+            ok = False
             child = self.cache.alloc_reqid(draw.choice((0, 100)))
-            generation = slots.generation(child)
+            born = generation(self.cache, child)
             if child != request.reqid:
                 self.wait_for_late_calls(child)
-            if not self.cache.is_active(child) or slots.generation(child) != generation:
+            if not self.cache.is_active(child) or generation(self.cache, child) != born:
                 return False
             try:
                 with request.call():

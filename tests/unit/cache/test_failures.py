@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from inside import background_failure
 from rig import PAGE, SHAPE, wait_until
 
 from slicedkv import DriverError, OutOfPagesError, PagePool, SlicedKVCache, StateError
@@ -206,7 +207,7 @@ def test_a_failure_in_the_thread_is_raised_by_the_next_call_once(open_faulty: Op
     wait_until(lambda: driver.counts["create"] > 0)
     driver.heal()
     if name == "CUDA_ERROR_UNKNOWN":
-        wait_until(lambda: cache._mapper.failure is not None)
+        wait_until(lambda: background_failure(cache) is not None)
         with pytest.raises(DriverError) as caught:
             cache.step({reqid: 10})
         assert "in the background" in caught.value.__notes__[0]
@@ -224,7 +225,7 @@ def test_any_exception_in_the_thread_is_raised_and_nothing_is_lost(open_faulty: 
 
     driver.on_call = fail
     cache.prefetch(reqid, 1000)
-    wait_until(lambda: cache._mapper.failure is not None)
+    wait_until(lambda: background_failure(cache) is not None)
     driver.on_call = None
     with pytest.raises(KeyError, match="from a hook"):
         cache.free_reqid(reqid)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from inside import fence_of
 from rig import QUIET, SMALL, Rig, mapped, wait_until
 from warm_python import run_script
 
@@ -88,9 +89,9 @@ def test_a_late_end_waits_for_the_work_queued_when_it_was_asked_for(rig: Rig, ca
         cache.free_reqid(reqid)
     rig.fake.current_stream = "another"
     assert not cache.is_active(reqid)
-    fence = cache._state.slots.fence(reqid)
-    assert fence is not None
-    assert (fence.done, fence.stream) == (False, "its own")
+    behind = fence_of(cache, reqid)
+    assert behind is not None
+    assert (behind.done, behind.stream) == (False, "its own")
     rig.fake.finish_fences()
     cache.close()
 

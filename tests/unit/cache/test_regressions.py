@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rig import PAGE, TOKENS, Rig, wait_until
+from inside import background_failure
+from rig import PAGE, TOKENS, Rig, mapped, settle, wait_until
 
 from slicedkv import ConfigError, DriverError, SlicedKVCache, StateError
+from slicedkv.paging.planner import Planner
 
 MakeCache = Callable[..., SlicedKVCache]
 
@@ -47,14 +49,13 @@ def test_margin_taken_back_and_mapped_again_is_zeroed(make_cache: MakeCache) -> 
     for layer in range(cache.layout.num_layers):
         cache.k(layer)[other, :700] = cache.v(layer)[other, :700] = 7.0
     cache.free_reqid(other)
-    planes, mapped = cache.layout.num_planes, cache._state.backing.mapped
-    had = mapped(first)
+    planes, had = cache.layout.num_planes, mapped(cache, first)
     assert had > cache.layout.pages_for(1), "it has margin, zeroed already"
     # So low a limit that the margin and the other's pages are unmapped; some of those it wrote stay in the pool.
     cache.set_memory_limit(4 * planes * cache.layout.page_bytes)
-    assert (mapped(first), mapped(other)) == (1, 0)
+    assert (mapped(cache, first), mapped(cache, other)) == (1, 0)
     cache.prefetch(first, cache.layout.tokens_backed(had))
-    assert mapped(first) == had
+    assert mapped(cache, first) == had
     assert cache.step({first: cache.layout.tokens_backed(had)})
     for layer in range(cache.layout.num_layers):
         rows = slice(1, cache.layout.tokens_backed(had))
@@ -99,11 +100,11 @@ def test_no_polling_when_memory_is_low_and_only_the_next_slot_is_idle(monkeypatc
         assert cache.step({busy: 2 * TOKENS, done: TOKENS})
         cache.free_reqid(done)
         planned: list[float] = []
-        plan = cache._mapper._planner.next
-        monkeypatch.setattr(cache._mapper._planner, "next", lambda: planned.append(time.monotonic()) or plan())
+        plan = Planner.next
+        monkeypatch.setattr(Planner, "next", lambda planner: planned.append(time.monotonic()) or plan(planner))
         cache.prefetch(busy, 0)
         wait_until(lambda: planned)
-        wait_until(lambda: not cache._state.news and rig.pool.gate.claim is None)
+        settle(cache)
         assert cache.pool.available_pages < 9
         planned.clear()
         time.sleep(0.3)
@@ -119,7 +120,7 @@ def test_background_work_that_keeps_failing_is_not_tried_again_without_news() ->
         rig.driver.fail("unmap", times=10**6)
         cache.free_reqid(second)
         cache.free_reqid(first)
-        wait_until(lambda: cache._mapper.failure is not None)
+        wait_until(lambda: background_failure(cache) is not None)
         tried = rig.driver.counts["unmap"]
         with pytest.raises(DriverError):
             cache.step({busy: 2})

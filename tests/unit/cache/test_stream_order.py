@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
+from inside import fence_of
 from rig import QUIET, TOKENS, Rig
 
 from slicedkv import SlicedKVCache
+from slicedkv.requests.copier import Copier
 
 PARTLY = 4 * TOKENS + 5
 """Tokens of which the last five are copied, not shared."""
@@ -29,14 +34,14 @@ def copied(rig: Rig, name: str) -> tuple[SlicedKVCache, int, int]:
         assert cache.step({target: 40})
         rig.fake.finish_fences()
         rig.fake.ordered.clear()
-        copy = cache._stepper._copy_on_write._copier.copy
+        copy = Copier.copy
 
-        def late(*arguments: int) -> None:
+        def late(*arguments: Any) -> None:
             rig.fake.hold_fences = True
             copy(*arguments)
 
-        cache._stepper._copy_on_write._copier.copy = late  # type: ignore[method-assign]
-        assert cache.step({target: 41})
+        with mock.patch.object(Copier, "copy", late):
+            assert cache.step({target: 41})
     rig.fake.current_stream = "its own"
     rig.fake.ordered.clear()
     return cache, source, target
@@ -45,7 +50,7 @@ def copied(rig: Rig, name: str) -> tuple[SlicedKVCache, int, int]:
 @pytest.mark.parametrize("name", ["share_prefix", "fork", "step"])
 def test_a_step_of_the_source_comes_after_the_copy(rig: Rig, name: str) -> None:
     cache, source, _ = copied(rig, name)
-    read = cache._state.slots.fence(source)
+    read = fence_of(cache, source)
     assert read is not None
     assert read.stream == "copies"
     other = cache.alloc_reqid()
@@ -75,6 +80,6 @@ def test_the_next_request_in_the_slot_waits_for_the_copy_too(rig: Rig) -> None:
     cache.free_reqid(source)
     cache.free_reqid(cache.alloc_reqid())
     assert not cache._state.slots.reads
-    assert not cache._state.is_over(source)
+    assert not fence_of(cache, source).done
     rig.fake.finish_fences()
     cache.close()

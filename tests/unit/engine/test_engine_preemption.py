@@ -10,6 +10,7 @@ from slicedkv.engine.preemption import Preemptor
 from slicedkv.engine.request import Request
 from slicedkv.engine.scheduler import Scheduler
 from slicedkv.errors import ConfigError
+from slicedkv.memory.copy_meter import CopyMeter
 
 KIB = 1 << 10
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -103,7 +104,7 @@ def test_auto_does_what_is_faster(one, monkeypatch, copies_faster, steps):
     stats = cache.stats()
     needed = 2 * cache.layout.token_bytes  # bytes copied for a token, out and in; a second computes 100 tokens
     speed = needed * 100 * (1.01 if copies_faster else 0.99)
-    monkeypatch.setattr(type(cache._state.meter), "bytes_per_s", speed)
+    monkeypatch.setattr(CopyMeter, "bytes_per_s", speed)
     assert cache.stats().copy_bytes_per_s == speed != stats.copy_bytes_per_s
     preemptor = Preemptor(cache, "auto")
     for q_len in steps:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from inside import fail_in_background
 from rig import SMALL
 
 from slicedkv import CapacityError, DriverError, PagePool, SlicedKVCache
@@ -19,11 +20,6 @@ from slicedkv.vmm.host import HostDriver
 
 LONG = SamplingParams(max_tokens=9, ignore_eos=True)
 KIB = 1 << 10
-
-
-def background_failure(served: Engine) -> None:
-    """As when the mapper's thread failed: the next call says so and does nothing."""
-    served.cache._mapper.failure = DriverError("map", 999, "CUDA_ERROR_UNKNOWN")
 
 
 def test_a_token_computed_again_is_not_written_where_others_share_it(make_engine, tiny_model, monkeypatch):
@@ -113,7 +109,7 @@ def test_generate_leaves_no_request_behind(make_engine, tiny_model, monkeypatch)
     served = make_engine(tiny_model("llama"))
 
     def forward(_):
-        background_failure(served)
+        fail_in_background(served.cache)
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as context:
@@ -130,7 +126,7 @@ def test_close_ends_every_request(tiny_model):
     served = Engine(tiny_model("llama"), max_batch_size=4, max_seq_len=64, memory_limit="4MiB", page_bytes=4 * KIB)
     requests = [served.submit([5], LONG) for _ in range(3)]
     served.step()
-    background_failure(served)
+    fail_in_background(served.cache)
     with pytest.raises(DriverError):
         served.close()
     assert {request.finish_reason for request in requests} == {FinishReason.ABORTED}

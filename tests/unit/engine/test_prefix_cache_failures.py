@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from inside import fail_in_background, lose
 from prefix_serving import SYSTEM, Served, options
 
 from slicedkv.engine.prefix_cache import PrefixCache
@@ -82,7 +83,7 @@ def test_a_background_failure_while_a_copy_is_given_up_loses_no_slot(serve):
     newcomer = served.add([1] * 20 + [2])
 
     def refuses(*_):
-        served.cache._mapper.failure = DriverError("map", 1, "CUDA_ERROR_UNKNOWN")
+        fail_in_background(served.cache)
         return False
 
     shared, served.cache.share_prefix = served.cache.share_prefix, refuses
@@ -97,7 +98,7 @@ def test_a_background_failure_while_a_copy_is_given_up_loses_no_slot(serve):
 def test_a_background_failure_while_giving_up_loses_no_slot(serve):
     served = serve(slots=1)
     served.serve([1] * 20)
-    served.cache._mapper.failure = DriverError("map", 1, "CUDA_ERROR_UNKNOWN")
+    fail_in_background(served.cache)
     with pytest.raises(DriverError):
         served.prefixes.evict()
     served.check_books()
@@ -109,8 +110,7 @@ def test_a_lost_slot_is_forgotten(serve):
     served = serve(slots=2)
     served.serve([1] * 20)
     (slot,) = served.prefixes.held_slots
-    with served.cache._gate.lock:
-        served.cache._state.lose(slot)
+    lose(served.cache, slot)
     assert served.prefixes.held_bytes == 0
     assert not served.cache.is_active(slot)
     served.prefixes.clear()

@@ -10,6 +10,7 @@ import gc
 
 import pytest
 import torch
+from rig import active
 from transformers import DynamicCache
 
 from slicedkv.errors import ConfigError, OutOfPagesError, OutOfSlotsError
@@ -103,7 +104,7 @@ def test_others_keep_the_rows_they_share(make_cache, change, head_dim):
     cache, new = SlicedTransformersCache(sliced), torch.randn(3, 2, 20, head_dim)
     for layer in range(3):
         cache.update(new, new, layer)
-    forks = [sliced.fork(slot)[0] for slot in cache._rows.slots]
+    forks = [sliced.fork(slot)[0] for slot in active(sliced)]
     change(cache)
     rows = cache.batch_size
     for layer in range(3):
@@ -175,7 +176,7 @@ def test_layers_show_views_of_what_is_cached(make_cache):
     both = Both(sliced)
     layer = both.cache.layers[1]
     assert layer.keys.shape == layer.values.shape == (3, 2, 70, 16)
-    assert layer.keys.data_ptr() == sliced.k(1)[both.cache._rows.slots.start].data_ptr()
+    assert layer.keys.data_ptr() == sliced.k(1)[active(sliced)[0]].data_ptr()
     layer.values[0, 1, 3] = 5
     both.plain.layers[1].values[0, 1, 3] = 5
     both.compare()

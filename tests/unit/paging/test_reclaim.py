@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from inside import forget_background_failure
 from rig import TOKENS, mapped, settle, wait_until
 
 from slicedkv import SlicedKVCache, StateError
@@ -136,9 +137,9 @@ def test_a_device_that_fails_to_answer_does_not_end_the_thread(
         patched.setattr(driver, "fence_done", lambda fence: asked.append(fence) or (len(asked) > 1 and 1 // 0))
         for reqid in reqids[:2]:
             cache.free_reqid(reqid)  # one of them is handed out next and spared, the other is asked about
-            cache._mapper.failure = None
+            forget_background_failure(cache)
         wait_until(lambda: cache._mapper._failed)
-    cache._mapper.failure = None
+    forget_background_failure(cache)
     cache.prefetch(reqids[2], 10 * TOKENS)
     wait_until(lambda: mapped(cache, reqids[2]) == 10)
 

@@ -167,9 +167,10 @@ def test_a_slot_that_is_being_mapped_changes_hands() -> None:
     with Rig(limit_pages=2 * 64, extent_pages=EXTENT) as rig, rig.open(max_batch_size=2, lookahead_tokens=0) as cache:
         first = cache.alloc_reqid()
         assert cache.step({first: TOKENS})
+        maps = rig.driver.counts["map"]
         with held(rig.driver, "map"):
             long = cache.alloc_reqid(48 * TOKENS)
-            wait_until(lambda: cache._state.is_growing(long))
+            wait_until(lambda: rig.driver.counts["map"] > maps)
             cache.free_reqid(long)
             short = alloc_beside(cache, TOKENS)
         assert short() == long

@@ -100,7 +100,7 @@ def test_the_mapper_rests(rig: Rig) -> None:
     settle(cache)
     cache.pause(offload=True)
     maps = rig.driver.counts["map"]
-    with cache._gate.lock:
+    with rig.pool.gate.lock:
         cache._mapper.wake()
     settle(cache)
     assert (rig.driver.counts["map"], rig.fake.mapped, rig.fake.created_bytes) == (maps, 0, 0)

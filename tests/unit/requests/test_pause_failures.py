@@ -86,7 +86,7 @@ def test_nobody_comes_or_goes_once_it_began(rig: Rig) -> None:
     reqid = cache.alloc_reqid()
     assert cache.step({reqid: 100})
     refused: list[str] = []
-    cache._gate.timeout_s = 0.01
+    rig.pool.gate.timeout_s = 0.01
 
     def interfere(op: str, args: object) -> None:
         for call in (cache.alloc_reqid, lambda: cache.step({reqid: 101})):

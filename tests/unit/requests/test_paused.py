@@ -10,6 +10,7 @@ import pytest
 from stamped_rows import MIB, begin, holds
 
 from slicedkv import ConfigError, SlicedKVCache, StateError
+from slicedkv.memory.host_pool import HostPool
 
 MakeCache = Callable[..., SlicedKVCache]
 
@@ -80,19 +81,19 @@ def test_requests_end_and_the_limit_moves_meanwhile(make_cache: MakeCache, mappe
 def test_no_request_grows_or_ends_under_a_pause(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(mapper="sync")
     first, second = begin(cache, 100, 1), begin(cache, 150, 2)
-    take, threads = cache._state.host.take, []
+    take, threads = HostPool.take, []
 
-    def take_while_others_call(sizes: list[int]) -> Any:
+    def take_while_others_call(pool: HostPool, sizes: list[int]) -> Any:
         with pytest.raises(StateError, match="paused"):
             cache.step({first: 120})
         threads.append(threading.Thread(target=cache.free_reqid, args=(second,)))
         threads[0].start()
         threads[0].join(0.05)
         assert cache.stats().active_slots == 2
-        return take(sizes)
+        return take(pool, sizes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache._state.host, "take", take_while_others_call)
+        patched.setattr(HostPool, "take", take_while_others_call)
         cache.pause(offload=True)
     threads[0].join()
     assert cache.stats().active_slots == 1

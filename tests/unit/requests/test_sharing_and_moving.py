@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from inside import shares_pages
 from rig import assert_stamped, mapped, settle, stamp, used_bytes, wait_until
 
 from slicedkv import SlicedKVCache, StateError
@@ -50,7 +51,7 @@ def assert_child(cache: SlicedKVCache, reqid: int) -> None:
 def assert_alone(cache: SlicedKVCache, reqid: int) -> None:
     """A request may write its first row without a copy of anything."""
     copied = cache.stats().pages_copied
-    assert not cache._state.backing.shared.has(reqid)
+    assert not shares_pages(cache, reqid)
     assert cache.step({reqid: 1})
     assert cache.step({reqid: 2})
     assert cache.stats().pages_copied == copied

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from inside import fence_of, shares_pages
 from rig import QUIET, TOKENS, Rig, mapped
 
 from slicedkv import OutOfPagesError, SlicedKVCache, StateError
@@ -25,7 +26,8 @@ def books(cache: SlicedKVCache) -> tuple[Any, ...]:
     """What no failure may change."""
     stats = cache.stats()
     cache.check_integrity()
-    lengths = [cache._state.lengths.last(reqid) for reqid in range(cache.layout.max_batch_size)]
+    reqids = filter(cache.is_active, range(cache.layout.max_batch_size))
+    lengths = {reqid: cache.seq_len(reqid) for reqid in reqids}
     return stats.active_slots, stats.swapped_bytes, stats.swaps_out, stats.swaps_in, lengths
 
 
@@ -54,7 +56,7 @@ def test_a_sharer_that_fails_to_leave_at_any_call_is_still_there(rig: Rig, layou
         back: list[Any] = []
         count = rig.sweep(cache, op, partial(_collect, back, cache.swap_in, handles[-1]), lambda: totals(cache))
         assert count >= cache.layout.num_planes
-        assert not cache._state.backing.shared.has(back[0])
+        assert not shares_pages(cache, back[0])
         handles.append(cache.swap_out(back[0]))
         cache.trim()
     cache.close()
@@ -148,11 +150,11 @@ def test_rows_leave_after_those_that_another_stream_copies_here(rig: Rig) -> Non
     rig.fake.hold_fences = True
     rig.fake.current_stream = "shares"
     _, child = begin_sharers(cache)
-    copied = cache._state.slots.fence(child)
+    copied = fence_of(cache, child)
     rig.fake.current_stream = "swaps"
     cache.swap_out(child)
     assert rig.fake.ordered[-1] == ("swaps", copied)
-    assert cache._state.slots.fence(child) is rig.fake.fences[-1]
+    assert fence_of(cache, child) is rig.fake.fences[-1]
     assert rig.fake.fences[-1].num_bytes == SHARED * cache.layout.token_bytes, "the copy's own, which is after both"
     rig.fake.finish_fences()
     cache.close()
@@ -164,7 +166,7 @@ def test_a_shared_page_is_not_written_under_the_copy_out_of_another(rig: Rig) ->
     assert cache.step({source: 1})
     rig.fake.hold_fences = True
     cache.swap_out(child)
-    copied = cache._state.slots.fence(child)
+    copied = fence_of(cache, child)
     assert copied is not None
     done: list[bool] = []
     rig.driver.on_call = lambda op, args: done.append(copied.done) if op == "unmap" else None  # type: ignore[attr-defined]
@@ -185,13 +187,13 @@ def test_what_comes_back_does_not_get_pages_that_an_idle_slot_shares(rig: Rig) -
     source, child = begin_sharers(cache)
     rig.fake.hold_fences = True
     cache.free_reqid(child)
-    assert cache._state.backing.shared.has(child)
+    assert shares_pages(cache, child)
     timer = threading.Timer(0.05, rig.fake.finish_fences)
     timer.start()
     assert cache.swap_in(handle) == child
     timer.join()
     assert mapped(cache, child) == 2
-    assert not cache._state.backing.shared.has(child)
+    assert not shares_pages(cache, child)
     assert cache.step({source: SHARED + 1})
     rig.fake.finish_fences()
     cache.close()

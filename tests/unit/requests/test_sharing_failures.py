@@ -10,6 +10,7 @@ from rig import QUIET, TOKENS, Rig, grow, mapped, wait_until
 
 from slicedkv import DriverError, OutOfPagesError, SlicedKVCache, StateError
 from slicedkv.requests import sharing
+from slicedkv.requests.copier import Copier
 
 SHARED = 4 * TOKENS + 5
 
@@ -151,7 +152,7 @@ def test_a_copy_of_rows_that_fails_leaves_nothing(rig: Rig, monkeypatch: pytest.
     assert cache.step({source: SHARED})
     before = totals(cache)
     with monkeypatch.context() as patched:
-        patched.setattr(cache._sharer._copier, "copy", lambda *arguments: 1 // 0)
+        patched.setattr(Copier, "copy", lambda *arguments: 1 // 0)
         for call in (lambda: cache.share_prefix(source, target, SHARED), lambda: cache.fork(source, 2)):
             with pytest.raises(ZeroDivisionError):
                 call()

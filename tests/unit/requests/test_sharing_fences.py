@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from inside import fence_of, shares_pages
 from rig import QUIET, TOKENS, Rig, mapped, settle, wait_until
 
 from slicedkv import StateError
@@ -38,7 +39,7 @@ def test_a_fork_without_tokens_does_not_get_shared_pages(rig: Rig) -> None:
     (child,) = cache.fork(source)
     rig.fake.hold_fences = True
     cache.free_reqid(child)
-    assert cache._state.backing.shared.has(child), "its work is not over"
+    assert shares_pages(cache, child), "its work is not over"
     timer = threading.Timer(0.05, rig.fake.finish_fences)
     timer.start()
     assert cache.fork(empty) == [child]
@@ -60,7 +61,7 @@ def test_a_page_goes_back_when_the_last_mapping_is_gone_and_each_work_done(rig: 
     rig.fake.hold_fences = True
     for reqid in reqids:
         cache.free_reqid(reqid)
-    fences = [cache._state.slots.fence(reqid) for reqid in reqids]
+    fences = [fence_of(cache, reqid) for reqid in reqids]
     assert [mapped(cache, reqid) for reqid in reqids] == [4, 4, 4]
     for count, fence in enumerate(fences[:2], 1):
         fence.done = True  # type: ignore[union-attr]
@@ -117,7 +118,7 @@ def test_freeing_on_another_stream_waits_for_a_copy(rig: Rig) -> None:
     rig.fake.hold_fences = True
     rig.fake.current_stream = "copies"
     assert cache.share_prefix(source, target, SHARED)
-    copied = cache._state.slots.fence(source)
+    copied = fence_of(cache, source)
     assert copied is not None
     rig.fake.current_stream = "frees"
     rig.fake.ordered.clear()

@@ -219,7 +219,7 @@ class Random:
     def fork(self) -> None:
         if any(self.requests.values()) and len(self.requests) < SHAPE["max_batch_size"]:
             source = self.numbers.choice([reqid for reqid, length in self.requests.items() if length])
-            length, layout = self.cache._state.lengths.last(source), self.cache.layout
+            length, layout = self.cache.seq_len(source), self.cache.layout
             needed = (layout.pages_for(length) - layout.whole_pages(length)) * layout.num_planes
             fits = needed <= self.cache.pages_available()
             try:

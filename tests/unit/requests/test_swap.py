@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from inside import page_bytes_of
 from rig import SMALL
 from stamped_rows import KIB, LAYOUTS, MIB, begin, holds
 
@@ -173,7 +174,7 @@ def test_pages_that_change_requests_are_zeroed(make_cache: MakeCache, layout: st
         reqid = cache.swap_in(handle)
         assert holds(cache, reqid, length, round_)
         rows, pages = length * cache.layout.row_bytes, cache.layout.pages_for(length)
-        for plane in cache._views.bytes_of(cache.layout, reqid, 0, pages * cache.layout.page_bytes):
+        for plane in page_bytes_of(cache, reqid, pages):
             assert not plane[rows:].any(), "what others left is seen"
         assert cache.step({reqid: length + 20})
         assert holds(cache, reqid, length, round_), "a later step zeroed what was swapped in"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from inside import addresses, fence_of
 from rig import TOKENS, Rig, mapped
 
 from slicedkv import CapacityError, DriverError, SlicedKVCache, StateError, SwapHandle
@@ -42,7 +43,7 @@ def test_out_is_ordered_after_the_callers_work_and_before_what_comes_to_the_slot
     (copied,) = fake.fences
     assert (copied.stream, copied.num_bytes) == ("compute", handle.seq_len * cache.layout.token_bytes)
     assert [copy.num_bytes for copy in fake.copies] == [handle.seq_len * cache.layout.row_bytes] * 2
-    first, second = (plane.page_address(reqid, 0) for plane in cache._state.backing.reservations)
+    first, second = addresses(cache, reqid, 0)
     assert [copy.source for copy in fake.copies] == [first, second]
     assert fake.copies[1].target == fake.copies[0].target + fake.copies[0].num_bytes
     fake.current_stream = "another"
@@ -62,7 +63,7 @@ def test_in_is_ordered_before_what_the_caller_queues_next(rig: Rig) -> None:
     assert [(copy.source, copy.num_bytes) for copy in fake.copies[2:]] == [(c.target, c.num_bytes) for c in out]
     copied = fake.fences[-1]
     assert fake.ordered[-1] == ("compute", copied)
-    assert cache._state.slots.fence(reqid) is copied, "no page of it is unmapped under the copy"
+    assert fence_of(cache, reqid) is copied, "no page of it is unmapped under the copy"
     assert cache.stats().copy_bytes_per_s == fake.copy_bytes_per_s, "of the one that is done"
     fake.finish_fences()
     cache.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from inside import fence_of
 from rig import QUIET, TOKENS, Rig, assert_stamped, mapped, settle, stamp, wait_until
 
 from slicedkv import ConfigError, SlicedKVCache, StateError
@@ -68,7 +69,7 @@ def test_it_waits_in_need_for_that_work_only(rig: Rig) -> None:
     rig.fake.hold_fences = True
     cache.truncate(reqid, TOKENS)
     unmapped: list[bool] = []
-    fence = cache._state.slots.fence(reqid)
+    fence = fence_of(cache, reqid)
     rig.driver.on_call = lambda op, args: unmapped.append(fence.done) if op == "unmap" else None
     rig.fake.hold_fences = False
     rig.fake.finish_fences()
@@ -131,7 +132,7 @@ def test_what_others_copy_from_stays_until_it_is_copied(make_cache: MakeCache) -
     cache.free_reqid(old)
     assert cache.step({child: 1})
     cache.set_memory_limit(cache.stats().mapped_bytes)
-    with cache._gate.work("keeping the pages mapped"):
+    with cache.pool.gate.work("keeping the pages mapped"):
         cache._lifetime.truncate(source, 5)
     assert mapped(cache, source) == cache.layout.pages_for(3000)
     assert cache.step({child: 3000})

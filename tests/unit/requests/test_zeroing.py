@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from rig import SMALL, wait_until
+from inside import fence_of, page_bytes_of
+from rig import SMALL, mapped, wait_until
 
 from slicedkv import PagePool, SlicedKVCache
+from slicedkv.requests.copier import Copier
 from slicedkv.vmm.fake import FakeDriver, FaultyDriver
 
 PAGE = 64 << 10
-
-
-def planes(cache: SlicedKVCache, reqid: int, pages: int | None = None) -> list[torch.Tensor]:
-    """Bytes of a request's first `pages` pages, by default of all that are mapped, one tensor a plane."""
-    end = cache._state.backing.mapped(reqid) if pages is None else pages
-    return cache._views.bytes_of(cache.layout, reqid, 0, end * cache.layout.page_bytes)
 
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
@@ -32,9 +30,9 @@ def test_reused_pages_are_zero(make_cache: Callable[..., SlicedKVCache], layout:
             for reqid in reqids[: 1 + round_ % 3]:
                 # In the background the mapper may map more after the step; the next step zeroes that.
                 pages = None if mapper == "sync" else cache.layout.pages_for(length)
-                assert not any(bool(plane.any()) for plane in planes(cache, reqid, pages))
+                assert not any(bool(plane.any()) for plane in page_bytes_of(cache, reqid, pages))
         for reqid in reqids[: 1 + round_ % 3]:
-            for plane in planes(cache, reqid):
+            for plane in page_bytes_of(cache, reqid):
                 plane.fill_(255)
         for reqid in reqids:
             cache.free_reqid(reqid)
@@ -70,7 +68,7 @@ def test_pages_being_zeroed_are_not_unmapped() -> None:
         fake.hold_fences = True
         assert cache.step({reqid: 100})
         (fence,) = fake.fences
-        assert cache._state.slots.fence(reqid) is fence
+        assert fence_of(cache, reqid) is fence
         fake.finish_fences()
         cache.check_integrity()
 
@@ -85,13 +83,13 @@ def test_zeroing_does_not_let_go_of_earlier_work_in_the_slot() -> None:
         assert cache.step({reqid: 100})
         fake.hold_fences = True
         cache.free_reqid(reqid)
-        earlier = cache._state.slots.fence(reqid)
+        earlier = fence_of(cache, reqid)
         assert cache.alloc_reqid() == reqid
         fake.ordered.clear()
         fake.current_stream = "another"
         assert cache.step({reqid: 100})
         assert fake.ordered == [("another", earlier)]
-        assert cache._state.slots.fence(reqid) is not earlier
+        assert fence_of(cache, reqid) is not earlier
         fake.finish_fences()
 
 
@@ -102,41 +100,43 @@ def test_a_request_that_comes_while_its_slot_is_zeroed_for_the_last_one_sees_not
         reqid = cache.alloc_reqid()
         assert cache.step({reqid: 64})
         cache.k(0)[reqid, :64] = 42.0
-        pages = cache._state.backing.mapped(reqid)
+        pages = mapped(cache, reqid)
         cache.prefetch(reqid, 96)
-        wait_until(lambda: cache._state.backing.mapped(reqid) > pages)
-        copier, new = cache._zeroer._copier, []
-        zero = copier.zero
+        wait_until(lambda: mapped(cache, reqid) > pages)
+        zero, new = Copier.zero, []
 
         def hand_over() -> None:
             cache.free_reqid(reqid)
             new.append(cache.alloc_reqid())
 
-        def zero_late(*arguments: int) -> None:
+        def zero_late(*arguments: Any) -> None:
             zero(*arguments)
             if not thread.ident:
                 thread.start()
                 thread.join(0.1)
 
         thread = threading.Thread(target=hand_over)
-        copier.zero = zero_late
-        assert cache.step({reqid: 64})
-        copier.zero = zero
+        with mock.patch.object(Copier, "zero", zero_late):
+            assert cache.step({reqid: 64})
         thread.join(5)
         assert new == [reqid]
         assert cache.step({reqid: 64})
         assert not bool(cache.k(0)[reqid, :64].any())
 
 
-def test_a_step_zeroes_for_its_own_requests_alone() -> None:
+def test_a_step_zeroes_for_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of others are zeroed on the stream of their own steps, before what is launched there."""
     fake = FakeDriver(PAGE)
     pool = PagePool(fake, page_bytes=PAGE, memory_limit=100 * PAGE)
     shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "max_batch_size": 2, "max_seq_len": 4096}
     with SlicedKVCache(**shape, dtype="float16", pool=pool, mapper="sync", zero_on_reuse=True) as cache:
-        zeroed, copier = [], cache._zeroer._copier
-        zero = copier.zero
-        copier.zero = lambda slot, *span: (zeroed.append((fake.current_stream, slot)), zero(slot, *span))
+        zero, zeroed = Copier.zero, []
+
+        def note(copier: Copier, slot: int, *span: int) -> None:
+            zeroed.append((fake.current_stream, slot))
+            zero(copier, slot, *span)
+
+        monkeypatch.setattr(Copier, "zero", note)
         one, other = cache.alloc_reqid(10), cache.alloc_reqid(10)
         for stream, reqid in (("first", one), ("second", other), ("first", one)):
             fake.current_stream = stream

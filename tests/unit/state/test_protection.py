@@ -10,11 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from inside import addresses
 from read_only import is_writable
-from rig import QUIET, TOKENS, Rig, assert_stamped, settle, stamp
+from rig import QUIET, TOKENS, Rig, assert_stamped, mapped, settle, stamp
 from warm_python import run_script
 
-from slicedkv import CapacityError, ConfigError, DriverError, SlicedKVCache, StateError
+from slicedkv import CapacityError, ConfigError, DriverError, LostSlotsError, SlicedKVCache, StateError
 
 MakeCache = Callable[..., SlicedKVCache]
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
@@ -22,13 +23,9 @@ LAYOUTS = ["sliced", "interleaved", "per_layer"]
 
 def writable_pages(cache: SlicedKVCache, reqid: int) -> list[bool]:
     """Which pages of a request on the host can be written; the same in every plane."""
-    backing = cache._state.backing
-    found = {
-        tuple(is_writable(plane.page_address(reqid, page)) for page in range(backing.mapped(reqid)))
-        for plane in backing.reservations
-    }
-    (pages,) = found
-    return list(pages)
+    found = [list(map(is_writable, addresses(cache, reqid, page))) for page in range(mapped(cache, reqid))]
+    assert all(len(set(planes)) == 1 for planes in found)
+    return [planes[0] for planes in found]
 
 
 SCRIPT = """
@@ -185,10 +182,6 @@ def test_the_pages_of_a_freed_sharer_can_be_written_by_the_next_request(make_cac
 
 
 # --- on a device that keeps books ------------------------------------------------------------------------------------
-
-
-def addresses(cache: SlicedKVCache, slot: int, page: int) -> set[int]:
-    return {plane.page_address(slot, page) for plane in cache._state.backing.reservations}
 
 
 def shared_addresses(cache: SlicedKVCache) -> set[int]:
@@ -456,10 +449,10 @@ def test_a_lost_sharer_does_not_count(rig: Rig) -> None:
     rig.driver.fail("map", times=REFUSED)
     cache.free_reqid(fork)
     rig.driver.heal()
-    with pytest.raises(StateError, match="out of use"):
+    with pytest.raises(LostSlotsError, match="out of use") as caught:
         cache.step({source: 1})
-    assert cache._state.slots.lost == {fork}
-    assert not any(rig.fake.protected & addresses(cache, source, page) for page in range(4))
+    assert (caught.value.slots, cache.stats().lost_slots) == ((fork,), 1)
+    assert not any(rig.fake.protected.intersection(addresses(cache, source, page)) for page in range(4))
     assert cache.step({source: 1})
     assert cache.step({source: 4 * TOKENS})
     cache.close()
@@ -533,9 +526,9 @@ def test_the_sharers_of_a_request_whose_copy_failed_write_again(rig: Rig, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr("slicedkv.requests.copier.Copier.copy", fail)
-        with pytest.raises(StateError, match="out of use"):
+        with pytest.raises(LostSlotsError, match="out of use") as caught:
             cache.step({fork: 4 * TOKENS})
-    assert cache._state.slots.lost == {fork}
-    assert not any(rig.fake.protected & addresses(cache, source, page) for page in range(4))
+    assert (caught.value.slots, cache.stats().lost_slots) == ((fork,), 1)
+    assert not any(rig.fake.protected.intersection(addresses(cache, source, page)) for page in range(4))
     cache.check_integrity()
     cache.close()
