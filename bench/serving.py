@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from slicedkv.layout import ceil_div
+
 from .baselines.workloads import (
     SYNC,
     Clock,
@@ -32,7 +34,7 @@ from .baselines.workloads import (
     submit,
     warm_up,
 )
-from .support.common import ceil_div, parser, progress, record
+from .support.common import parser, progress, record
 from .support.traces import Request
 
 NEEDS_GPU = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..support.common import ceil_div
+from slicedkv.layout import ceil_div
 
 BLOCK_TOKENS = 16
 

@@ -17,9 +17,7 @@ from torch import Tensor
 from slicedkv.attention import AttentionBackend, Batch
 from slicedkv.attention.batch import PADDED, Lane
 from slicedkv.attention.flashinfer import WrapperPlans
-from slicedkv.layout import KVLayout
-
-from ..support.common import ceil_div
+from slicedkv.layout import KVLayout, ceil_div
 
 PAGE_TOKENS = 16
 _WORKSPACE_BYTES = 256 << 20

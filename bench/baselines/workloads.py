@@ -17,9 +17,9 @@ import transformers
 
 from slicedkv.engine import Engine, EngineStep, SamplingParams
 from slicedkv.integrations.transformers import attention_scale, cache_for_model
-from slicedkv.layout import align_up
+from slicedkv.layout import align_up, ceil_div
 
-from ..support.common import ceil_div, percentiles
+from ..support.common import percentiles
 from ..support.traces import FITS, Request, generate, read_trace
 
 Row = dict[str, Any]

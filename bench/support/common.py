@@ -153,11 +153,6 @@ def copy_rate(num_bytes: int = 4 << 30) -> float:
     return 2 * num_bytes / time_cuda(lambda: target.copy_(source))
 
 
-def ceil_div(value: int, divisor: int) -> int:
-    """The quotient rounded up."""
-    return -(-value // divisor)
-
-
 def percentiles(values: Sequence[float], *shares: float) -> list[float]:
     """For each share the value that this share of all values lies below."""
     ordered = sorted(values)
