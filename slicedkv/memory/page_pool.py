@@ -197,9 +197,7 @@ class PagePool(Unique):
     def stock(self, pages: int) -> int:
         """*token* Create up to `pages` free handles, as far as the limit allows; return how many."""
         count = max(0, min(pages, self.creatable_pages))
-        handles = self._create(count, 1)
-        with self.gate.lock:
-            self._free.pages.extend(handles)
+        self._put_back(Handles(self._create(count, 1), []))
         return count
 
     def give_back(self, handles: Handles) -> int:
