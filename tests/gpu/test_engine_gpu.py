@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import gc
-import inspect
 
 import pytest
 import torch
-from greedy import MAX_TOKENS, check
+from greedy import MAX_TOKENS, check, generate
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-
-
-def generate(model, ids, **cache):
-    """Greedy tokens of each row."""
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        **cache,
-    )
-    return found[:, ids.shape[1] :].tolist()
 
 
 def serve(engine, prompts):
@@ -122,8 +107,7 @@ def test_generate_with_a_sliced_cache(model, exact, cuda_device):
     ids = torch.randint(3, 1024, (3, 200), device=cuda_device)
     with cache_for_model(model, 4, 512, memory_limit="1GiB") as sliced:
         assert sliced.device.type == "cuda"
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         with SlicedTransformersCache(sliced) as cache:
-            found = generate(model, ids, **{name: cache})
+            found = generate(model, ids, cache)[:, ids.shape[1] :].tolist()
         sliced.check_integrity()
     check(model, exact, ids.tolist(), found)

@@ -1,11 +1,26 @@
-"""Greedy tokens of an engine in half precision, compared with the model's own: equal, or tied within rounding."""
+"""Greedy tokens: a model's own, and those of an engine in half precision, equal to them or tied within rounding."""
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 
 MAX_TOKENS = 24
 """Tokens that each request generates."""
+
+
+def generate(model, ids, cache=None, **options):
+    """`model.generate` without sampling and past ends of text; `options` replace what is set here.
+
+    transformers is renaming the argument `past_key_values` to `cache`.
+    """
+    settings = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"attention_mask": torch.ones_like(ids)} | options
+    if cache is not None:
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        settings[name] = cache
+    return model.generate(ids, **settings)
 
 
 def logits_after(model, prompt, tokens):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from greedy import MAX_TOKENS, generate
 
 from slicedkv.engine import SamplingParams
 
 KIB, MIB = 1 << 10, 1 << 20
-MAX_TOKENS = 24
 # Shapes that fill pages of each size within a few hundred tokens.
 SHAPES = {
     64 * KIB: {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
@@ -33,17 +33,7 @@ MOST_TIES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 
 def generate_alone(model, prompt):
     """Tokens of one prompt with DynamicCache, and the logits each was chosen from."""
-    ids = torch.tensor([prompt])
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    found = generate(model, torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True)
     return found.sequences[0, len(prompt) :].tolist(), torch.cat(found.logits).float()
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import gguf
 import pytest
 import torch
+from greedy import MAX_TOKENS, generate
 
 from slicedkv.cli.demo.model import load_smollm2
 from slicedkv.engine import SamplingParams
@@ -22,7 +23,6 @@ QUESTIONS = [
     "Name three prime numbers.",
     8 * STORY,
 ]
-MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +33,7 @@ def smollm2():
 
 
 def generate_alone(model, ids):
-    prompt = torch.tensor([ids])
-    found = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return found[0, len(ids) :].tolist()
+    return generate(model, torch.tensor([ids]))[0, len(ids) :].tolist()
 
 
 def test_engine_tokens_equal_dynamic_cache(smollm2, make_engine):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 
+import greedy
 import pytest
 import torch
 from rig import active
@@ -16,14 +17,7 @@ KIB = 1 << 10
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
 
 
-def generate(model, ids, cache=None, **options):
-    """Greedy tokens; transformers is renaming the argument `past_key_values` to `cache`."""
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    settings |= {"attention_mask": torch.ones_like(ids)} | options
-    if cache is not None:
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        settings[name] = cache
-    return model.generate(ids, **settings)
+generate = functools.partial(greedy.generate, max_new_tokens=40)
 
 
 @pytest.fixture
