@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 from fake_torch_cuda import FakeTorchCuda
+from interpreter import patch_once_a_launch
 
 from slicedkv.vmm import native
 from slicedkv.vmm.cuda import CudaDriver
@@ -24,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Interpret Triton kernels on the CPU unless GPU tests are asked for: decided before Triton is first imported."""
     if "gpu" not in (config.getoption("markexpr") or "").replace("not gpu", ""):
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup() -> None:
+    """Triton is loaded by the tests that need it, so look before each."""
+    patch_once_a_launch()
 
 
 @pytest.fixture(scope="session")
