@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -121,10 +122,16 @@ def test_float8_caches(cache_dtype: torch.dtype) -> None:
     check([1, 0], [33, 5], cache_dtype=cache_dtype, dtype=FLOAT16)
 
 
-@pytest.mark.parametrize("num_splits", [2, 5, 12, 65])  # more than 64 are joined in two goes
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
+def parts_case(num_splits: int, q_len: int, uneven: bool, window: int | None) -> Any:
+    """More than 64 parts, which are joined in two goes, take long."""
+    quick = num_splits < 65 or (q_len, uneven, window) in {(3, False, None), (1, True, 20)}
+    return pytest.param(num_splits, q_len, uneven, window, marks=[] if quick else [pytest.mark.thorough])
+
+
+PARTS = [parts_case(*values) for values in product([2, 5, 12, 65], [1, 3], [False, True], [None, 20])]
+
+
+@pytest.mark.parametrize(("num_splits", "q_len", "uneven", "window"), PARTS)
 def test_parts_of_each_request_and_of_all(num_splits: int, q_len: int, uneven: bool, window: int | None) -> None:
     """Parts of one tile, parts of several requests, requests of no tile at either end and between."""
     options = {"num_splits": num_splits, "q_len": q_len, "uneven": uneven, "window": window}

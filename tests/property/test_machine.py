@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -305,7 +306,20 @@ class CacheMachine(SharingRules, MovingRules):
         self.driver.close()
 
 
-CacheMachine.TestCase.settings = settings(
-    max_examples=1000, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-TestCache = CacheMachine.TestCase
+class LongCacheMachine(CacheMachine):
+    """The same, with a search of its own."""
+
+
+def examples(machine: type[CacheMachine], count: int) -> type[TestCase]:
+    machine.TestCase.settings = settings(
+        max_examples=count,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    return machine.TestCase
+
+
+TestCache = examples(CacheMachine, 200)
+TestCacheThoroughly = pytest.mark.thorough(examples(LongCacheMachine, 1000))

@@ -6,6 +6,7 @@ It puts the same ones in again at each call of a device function, which takes tw
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -26,8 +27,13 @@ def _install(interpreter: Any) -> None:
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     launches: list[set[ModuleType]] = interpreter._patched_langs  # of each launch under way, what it patched
 
+    @functools.cache
+    def langs_of(fn: Any) -> frozenset[ModuleType]:
+        both = interpreter.tl, interpreter.tl.core
+        return frozenset(value for value in fn.__globals__.values() if any(value is lang for lang in both))
+
     def patch_lang(fn: Any) -> Any:
-        langs = {value for value in fn.__globals__.values() if value is interpreter.tl or value is interpreter.tl.core}
+        langs = langs_of(fn)
         if launches and langs <= launches[-1]:
             return interpreter._LangPatchScope()  # of nothing, so it restores nothing
         scope = patch(fn)

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import fake_flashinfer
 import pytest
 import torch
-from test_attention_backends import LAYOUTS, Driven, oracle
+from test_attention_backends import EACH_LAYOUT_WITH_EACH_SHAPE, LAYOUTS, Driven, oracle
 from torch_modes import MODES, attend
 
 from slicedkv import attention
@@ -51,6 +51,7 @@ def adapter(request, monkeypatch):
         monkeypatch.setattr(module, "_ALONE_PAIRS", 60)
         monkeypatch.setattr(module, "_QUERIES_A_LAUNCH", 16)
         monkeypatch.setattr(module, "_PAGE_TOKENS", 16)
+        monkeypatch.setattr(module, "_WORKSPACE_BYTES", 1 << 16)
         fake_flashinfer.SINGLE.clear()
     yield name, {"decode": decode} if decode else {}
     for loaded in ("flashinfer", "flash_attn"):
@@ -74,8 +75,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("num_kv_heads", "num_qo_heads"), [(2, 6), (1, 4), (3, 3)])
+@pytest.mark.parametrize(("layout", "num_kv_heads", "num_qo_heads"), EACH_LAYOUT_WITH_EACH_SHAPE)
 def test_prefill_chunks_and_decode_mixed(make_cache, adapter, layout, num_kv_heads, num_qo_heads):
     name, options = adapter
     driven = Driven(

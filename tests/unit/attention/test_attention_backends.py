@@ -11,6 +11,14 @@ from slicedkv.attention import Batch, open_backend
 
 LAYOUTS = ["sliced", "interleaved", "per_layer"]
 BACKENDS = ["sdpa", "reference", "triton"]  # Triton's kernels run in its interpreter
+SHAPES = [(2, 6), (1, 4), (3, 3)]
+"""KV heads and query heads."""
+# Three pairs have each layout and each shape once.
+EACH_LAYOUT_WITH_EACH_SHAPE = [
+    pytest.param(layout, *shape, marks=[] if nth == other else [pytest.mark.thorough])
+    for nth, layout in enumerate(LAYOUTS)
+    for other, shape in enumerate(SHAPES)
+]
 
 
 def oracle(q, k, v, *, scale=None, causal=True):
@@ -66,8 +74,7 @@ class Driven:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("num_kv_heads", "num_qo_heads"), [(2, 6), (1, 4), (3, 3)])
+@pytest.mark.parametrize(("layout", "num_kv_heads", "num_qo_heads"), EACH_LAYOUT_WITH_EACH_SHAPE)
 def test_prefill_chunks_and_decode_mixed(make_cache, backend, layout, num_kv_heads, num_qo_heads):
     driven = Driven(make_cache(layout=layout, num_kv_heads=num_kv_heads), backend, num_qo_heads)
     steps = [

@@ -6,6 +6,8 @@ memory that requests are preempted; counters prove it.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from greedy import MAX_TOKENS, generate
@@ -75,9 +77,20 @@ def check(make_engine, model, *, page_bytes, layout="sliced", **options):
     return sum(ties)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
-@pytest.mark.parametrize("page_bytes", [64 * KIB, 2 * MIB], ids=["64KiB", "2MiB"])
+LAYOUTS = ["sliced", "interleaved", "per_layer"]
+
+
+def case(page_bytes, layout, dtype):
+    """Half precision takes long on a CPU, with large pages above all."""
+    quick = page_bytes == 64 * KIB or layout == "sliced" or dtype == torch.float32
+    name = f"{page_bytes >> 10}KiB-{layout}-{str(dtype)[6:]}"
+    return pytest.param(page_bytes, layout, dtype, id=name, marks=[] if quick else [pytest.mark.thorough])
+
+
+CASES = [case(*values) for values in product(SHAPES, LAYOUTS, TIE)]
+
+
+@pytest.mark.parametrize(("page_bytes", "layout", "dtype"), CASES)
 def test_llama(make_engine, tiny_model, record_property, page_bytes, layout, dtype):
     model = tiny_model("llama", dtype, **SHAPES[page_bytes])
     record_property("ties", check(make_engine, model, page_bytes=page_bytes, layout=layout))
