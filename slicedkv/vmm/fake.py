@@ -1,7 +1,7 @@
 """`FakeDriver`: books of any size without any memory, for tests and for planning.
 
 No memory lies behind its addresses, so its tensors are on torch's "meta" device: shapes, strides and offsets are
-right, values are not there. Passes on `FaultyDriver`, which makes any driver fail.
+right, values are not there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 from ..errors import DriverError
 from ..layout import align_up
 from .base import Copy, MemoryInfo
-from .faulty import FaultyDriver
 from .ledger import Mappings
 from .strict import Outcome, StrictDriver
 
-__all__ = ["FakeDriver", "FakeFence", "FaultyDriver"]
+__all__ = ["FakeDriver", "FakeFence"]
 
 _INVALID_VALUE, _OUT_OF_MEMORY = 1, 2
 _NAMES = {_INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE", _OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY"}

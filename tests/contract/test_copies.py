@@ -12,7 +12,8 @@ from driver_cases import Case
 
 from slicedkv.errors import DriverError
 from slicedkv.vmm import Copy, Driver
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 
 @contextmanager

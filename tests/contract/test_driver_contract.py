@@ -13,7 +13,7 @@ from driver_cases import Case
 
 from slicedkv.errors import DriverError, StateError
 from slicedkv.vmm import Driver, MappedRange, Run
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 
 def test_sizes_are_what_the_driver_says(case: Case) -> None:

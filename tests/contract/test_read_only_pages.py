@@ -13,7 +13,8 @@ from slicedkv.errors import DriverError
 from slicedkv.vmm import Run
 from slicedkv.vmm.base import Driver
 from slicedkv.vmm.cuda import CudaDriver
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 Open = Callable[..., tuple[CudaDriver, FakeCuda]]
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from inside import shares_pages
+from inside import held_pages, promised_pages, shares_pages
 from request_model import FULL_PAGES, SLOTS, Request, picks
 
 from slicedkv import CapacityError, DriverError, OutOfPagesError, SlicedKVCache, StateError
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 SWAP_LIMIT = 1 << 20
 SECOND_SLOTS, SECOND_TOKENS = 2, 100
@@ -70,7 +70,7 @@ class MovingRules(RuleBasedStateMachine):
     @property
     def second_share(self) -> int:
         """Pages it is promised."""
-        return self.second._state.min_share_pages if self.second else 0
+        return promised_pages(self.second) if self.second else 0
 
     @property
     def second_in_step(self) -> bool:
@@ -216,7 +216,7 @@ class MovingRules(RuleBasedStateMachine):
     def shares_are_there(self) -> None:
         if self.second:
             with self.cache.pool.gate.work("test"):
-                lacking = self.second_share - self.second._state.backing.held_pages
+                lacking = self.second_share - held_pages(self.second)
                 assert self.cache.pool.available_pages >= lacking
 
     def close_second(self) -> None:

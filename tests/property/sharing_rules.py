@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from inside import planes_of
 from request_model import SLOTS, TOKENS, Request, lengths, picks
 
 from slicedkv import OutOfPagesError, OutOfSlotsError, SlicedKVCache, StateError
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 
 class SharingRules(RuleBasedStateMachine):
@@ -88,7 +89,7 @@ class SharingRules(RuleBasedStateMachine):
         """Bytes mapped behind active requests more than once, from the driver's own books."""
         ledger, layout = self.driver.inner._ledger, self.cache.layout
         active, seen, saved = {request.reqid for request in self.active}, set(), 0
-        for plane in self.cache._state.backing.reservations:
+        for plane in planes_of(self.cache):
             for address, handle in ledger._at.items():
                 slot, _ = divmod(address - plane.address, layout.slot_stride_bytes)
                 if plane.address <= address < plane.address + plane.num_bytes and slot in active:

@@ -19,13 +19,14 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from inside import is_offloaded
 from moving_rules import SWAP_LIMIT, MovingRules, second_caches
 from request_model import FULL_PAGES, HEAD_DIM, LAYERS, SLOTS, TOKENS, Request, deltas, lengths, mark, picks
 from sharing_rules import SharingRules
 
 from slicedkv import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, PagePool, SlicedKVCache, StateError
 from slicedkv.vmm import MemoryInfo
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
 
@@ -88,7 +89,7 @@ class CacheMachine(SharingRules, MovingRules):
             except DriverError as error:
                 if not self.faulty or "injected" not in str(error):
                     raise
-                if not self.cache._state.offloaded:
+                if not is_offloaded(self.cache):
                     self.check()
         raise AssertionError("one injected failure was raised four times")
 

@@ -13,7 +13,8 @@ import torch
 from slicedkv.views import tensor_at
 from slicedkv.vmm import Driver, native
 from slicedkv.vmm.cuda import CudaDriver
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
 ALONE_ON_A_GPU = (pytest.mark.gpu, pytest.mark.gpu_alone)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from inside import generation, zeroes_on_reuse
 
 from slicedkv import PagePool, SlicedKVCache, SlicedKVError, SwapHandle
 from slicedkv.memory.gate import Gate, _Condition
@@ -114,7 +115,7 @@ class World:
         return self.names[name][0]
 
     def name(self, name: str, reqid: int, defined: int) -> None:
-        self.names[name] = (reqid, self.cache._state.slots.generation(reqid))
+        self.names[name] = (reqid, generation(self.cache, reqid))
         self.defined[name] = self.most[name] = defined
 
     def begin(self, *names: str) -> None:
@@ -136,14 +137,14 @@ class World:
         self.most[name] = max(self.most[name], end)
 
     def lives(self, name: str) -> bool:
-        reqid, generation = self.names[name]
-        return self.cache.is_active(reqid) and self.cache._state.slots.generation(reqid) == generation
+        reqid, nth = self.names[name]
+        return self.cache.is_active(reqid) and generation(self.cache, reqid) == nth
 
     def rows(self, name: str) -> tuple[int, torch.Tensor]:
         """Length of a request, and its rows of K and V as far as they were written."""
         reqid = self[name]
         seq_len = self.cache.seq_len(reqid)
-        if self.cache._state.config.zero_on_reuse:
+        if zeroes_on_reuse(self.cache):
             assert not self.cache.k(1)[reqid, self.most[name] : seq_len].any(), f"{name} sees rows of another request"
         end = min(seq_len, self.defined[name])
         return seq_len, torch.stack((self.cache.k(0)[reqid, :end, 0, 0], -self.cache.v(1)[reqid, :end, 0, 0]))

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from inside import mapped_pages, mapper_has_nothing_to_do
 
 from slicedkv import DriverError, PagePool, SlicedKVCache
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 PAGE = 2 << 20
 TOKENS = 32
@@ -109,12 +111,12 @@ class Rig:
 
 def mapped(cache: SlicedKVCache, reqid: int) -> int:
     """Pages per plane mapped behind a request."""
-    return cache._state.backing.mapped(reqid)
+    return mapped_pages(cache, reqid)
 
 
 def settle(cache: SlicedKVCache) -> None:
     """Wait until the mapper has nothing more to do."""
-    wait_until(lambda: not cache._state.news and cache.pool.gate.claim is None)
+    wait_until(lambda: mapper_has_nothing_to_do(cache))
 
 
 def used_bytes(cache: SlicedKVCache) -> int:

@@ -12,7 +12,8 @@ import torch
 from rig import PAGE, SHAPE, Rig
 
 from slicedkv import PagePool, SlicedKVCache
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 KIB, MIB = 1 << 10, 1 << 20
 

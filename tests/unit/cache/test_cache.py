@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import lengths_of
 from memory_probe import is_readable
 from rig import assert_stamped, settle, stamp, used_bytes
 
@@ -265,7 +266,7 @@ def test_lengths_of_an_idle_slot_are_found(open_cache: Callable[..., Any], colum
     assert cache.step({reqid: 10})
     cache.free_reqid(reqid)
     cache.check_integrity()
-    lengths = cache._state.lengths
+    lengths = lengths_of(cache)
     getattr(lengths, column)[reqid] = 7
     with pytest.raises(StateError, match=f"slot {reqid} is idle but has lengths"):
         cache.check_integrity()

@@ -14,7 +14,8 @@ from inside import background_failure
 from rig import PAGE, SHAPE, wait_until
 
 from slicedkv import DriverError, OutOfPagesError, PagePool, SlicedKVCache, StateError
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver]]
 

@@ -24,7 +24,7 @@ def report():
 
 import torch
 from slicedkv import PagePool, SlicedKVCache, StateError
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
 PAGE, PAGES = 65536, 8192

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from inside import fence_of
+from inside import fence_of, give_slot_to_the_next
 from rig import QUIET, SMALL, Rig, mapped, wait_until
 from warm_python import run_script
 
@@ -102,8 +102,7 @@ def test_a_late_end_is_its_own_requests(rig: Rig, cache: SlicedKVCache) -> None:
     assert cache.step({reqid: 10})
     with rig.pool.gate.lock:
         cache.free_reqid(reqid)
-        cache._state.end(reqid, rig.driver.record_fence())  # the call that was interrupted ends it itself
-        cache._lifetime._activate(reqid)
+        give_slot_to_the_next(cache, reqid)  # the call that was interrupted ends it itself
     assert cache.is_active(reqid)
     cache.close()
 
@@ -195,10 +194,8 @@ def test_a_call_that_waited_is_refused_when_its_slot_has_another_request(rig: Ri
         for count, thread in enumerate(threads):
             thread.start()
             wait_until(lambda count=count: rig.pool.gate._foreground_waiting == count + 1)
-        state = cache._state
-        with state.gate.lock:
-            state.end(reqid, rig.driver.record_fence())
-            cache._lifetime._activate(reqid)
+        with rig.pool.gate.lock:
+            give_slot_to_the_next(cache, reqid)
     for thread in threads:
         thread.join(5)
     assert sorted(refused) == sorted(calls)

@@ -17,7 +17,7 @@ from slicedkv import DriverError, PagePool, SlicedKVCache, StateError, opening
 from slicedkv.errors import LostSlotsError
 from slicedkv.requests.copier import Copier
 from slicedkv.vmm import host
-from slicedkv.vmm.fake import FaultyDriver
+from slicedkv.vmm.faulty import FaultyDriver
 from slicedkv.vmm.host import HostDriver
 
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, HostDriver]]

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from inside import fence_of
+from inside import fence_of, slots_read_from
 from rig import QUIET, TOKENS, Rig
 
 from slicedkv import SlicedKVCache
@@ -79,7 +79,7 @@ def test_the_next_request_in_the_slot_waits_for_the_copy_too(rig: Rig) -> None:
     cache, source, _ = copied(rig, "fork")
     cache.free_reqid(source)
     cache.free_reqid(cache.alloc_reqid())
-    assert not cache._state.slots.reads
+    assert not slots_read_from(cache)
     assert not fence_of(cache, source).done
     rig.fake.finish_fences()
     cache.close()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from inside import fail_in_background
+from inside import fail_in_background, shared_end
 from rig import SMALL
 
 from slicedkv import CapacityError, DriverError, PagePool, SlicedKVCache
@@ -42,10 +42,9 @@ def test_a_token_computed_again_is_not_written_where_others_share_it(make_engine
     append, written = served.backend.append, []
 
     def spy(layer, k, v):
-        state = served.cache._state
         for lane in served.backend._lanes:
             written.append((lane.reqid, lane.past_len))
-            assert lane.past_len >= state.layout.rows_within(state.backing.shared.end_page(lane.reqid))
+            assert lane.past_len >= served.cache.layout.rows_within(shared_end(served.cache, lane.reqid))
         append(layer, k, v)
 
     monkeypatch.setattr(served.backend, "append", spy)

@@ -8,6 +8,7 @@ import functools
 import greedy
 import pytest
 import torch
+from inside import fail_in_background
 from rig import active
 
 from slicedkv.errors import ConfigError, DriverError, OutOfPagesError, OutOfSlotsError, StateError
@@ -184,7 +185,7 @@ def test_slots_that_could_not_be_given_back_are_later(over, tiny_model):
     sliced, new = over(tiny_model(), max_batch_size=4), torch.randn(2, 2, 1, 16)
     cache = SlicedTransformersCache(sliced)
     cache.update(new, new, 0)
-    sliced._mapper.failure = DriverError("map", 999, "CUDA_ERROR_UNKNOWN")
+    fail_in_background(sliced)
     with pytest.raises(DriverError):
         cache.close()
     cache.close()
@@ -201,7 +202,7 @@ def test_slots_taken_in_vain_are_given_back_after_a_failure(over, tiny_model, mo
     def alloc_with_news():
         calls.append(alloc())
         if len(calls) == 3:
-            sliced._mapper.failure = DriverError("map", 999, "CUDA_ERROR_UNKNOWN")
+            fail_in_background(sliced)
         return calls[-1]
 
     monkeypatch.setattr(sliced, "alloc_reqid", alloc_with_news)

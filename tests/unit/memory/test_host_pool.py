@@ -11,7 +11,8 @@ import pytest
 from slicedkv.errors import CapacityError, DriverError
 from slicedkv.memory.gate import Gate
 from slicedkv.memory.host_pool import HostPool, HostSpan
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 KIB = 1 << 10
 Make = Callable[..., tuple[HostPool, FaultyDriver, FakeDriver]]

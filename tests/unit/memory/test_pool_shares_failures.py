@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from inside import begin_inside
 from rig import PAGE, QUIET, TOKENS, Rig, grow, mapped, most
 
 from slicedkv import DriverError, OutOfPagesError
@@ -49,8 +50,8 @@ def test_a_share_is_not_taken_for_a_slot_that_went_to_a_request_meanwhile(rig: R
     one.free_reqid(larger)
 
     def take_the_other(op: str, args: object) -> None:
-        if op == "unmap" and not one._state.slots.is_active(smaller):
-            assert one._lifetime.begin(4 * TOKENS) == smaller
+        if op == "unmap" and not one.is_active(smaller):
+            assert begin_inside(one, 4 * TOKENS) == smaller
 
     rig.driver.on_call = take_the_other
     if lowered:

@@ -14,7 +14,8 @@ import pytest
 from rig import PAGE, TOKENS, mapped, settle, wait_until
 
 from slicedkv import SlicedKVCache
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, FakeDriver]]
 

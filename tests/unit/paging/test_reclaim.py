@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from inside import forget_background_failure
+from inside import forget_background_failure, mapper_failed
 from rig import TOKENS, mapped, settle, wait_until
 
 from slicedkv import SlicedKVCache, StateError
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, FakeDriver]]
 
@@ -138,7 +139,7 @@ def test_a_device_that_fails_to_answer_does_not_end_the_thread(
         for reqid in reqids[:2]:
             cache.free_reqid(reqid)  # one of them is handed out next and spared, the other is asked about
             forget_background_failure(cache)
-        wait_until(lambda: cache._mapper._failed)
+        wait_until(lambda: mapper_failed(cache))
     forget_background_failure(cache)
     cache.prefetch(reqids[2], 10 * TOKENS)
     wait_until(lambda: mapped(cache, reqids[2]) == 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -278,6 +279,15 @@ def inherits_docstring(kind: str, method: str, known: dict[str, tuple[list[str],
     bases, methods = known.get(kind, ([], set()))
     # A protocol describes what another class documents, and unknown bases, such as torch's, document their own.
     return method in methods or "Protocol" in bases or any(inherits_docstring(base, method, known) for base in bases)
+
+
+def test_tests_look_inside_a_cache_in_one_place():
+    """All others ask it by public calls, so that its inside can change without them."""
+    private = re.compile(r"\b(?:cache|one|two|sliced|second)\._[a-z]")
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "inside.py"]
+    found = {path.name for path in files if private.search(path.read_text(encoding="utf-8"))}
+    assert len(files) > 100
+    assert found == set()
 
 
 def test_public_names_have_docstrings():

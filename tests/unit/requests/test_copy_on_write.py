@@ -10,7 +10,8 @@ import pytest
 from rig import QUIET, TOKENS, assert_stamped, mapped, stamp, wait_until
 
 from slicedkv import SlicedKVCache, StateError
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 MakeCache = Callable[..., SlicedKVCache]
 Open = Callable[..., tuple[SlicedKVCache, FaultyDriver, FakeDriver]]

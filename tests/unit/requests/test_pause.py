@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from inside import wake_mapper
 from rig import SMALL, TOKENS, Rig, mapped, settle
 from stamped_rows import KIB, LAYOUTS, MIB, begin, expected, holds
 
@@ -101,7 +102,7 @@ def test_the_mapper_rests(rig: Rig) -> None:
     cache.pause(offload=True)
     maps = rig.driver.counts["map"]
     with rig.pool.gate.lock:
-        cache._mapper.wake()
+        wake_mapper(cache)
     settle(cache)
     assert (rig.driver.counts["map"], rig.fake.mapped, rig.fake.created_bytes) == (maps, 0, 0)
     cache.resume()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from inside import shares_pages
+from inside import shares_pages, working
 from rig import assert_stamped, mapped, settle, stamp, used_bytes, wait_until
 
 from slicedkv import SlicedKVCache, StateError
@@ -240,11 +240,11 @@ def test_everything_at_once_from_many_threads(make_cache: MakeCache) -> None:
 
     def overwrite(reqid: int, seed: int) -> None:
         # With the work token, so that no pause takes the pages away meanwhile.
-        with cache._state.work("test"):
+        with working(cache):
             stamp(cache, reqid, 1, 3, seed)
 
     def compare(reqid: int, seed: int) -> None:
-        with cache._state.work("test"):
+        with working(cache):
             assert_stamped(cache, reqid, 1, seed=1)
             assert_stamped(cache, reqid, 3, seed, start=1)
             assert_stamped(cache, reqid, PREFIX, seed=1, start=3)

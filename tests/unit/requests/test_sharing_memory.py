@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from inside import sharing_books
 from rig import QUIET, TOKENS, Rig, mapped
 
 from slicedkv import OutOfPagesError, StateError
@@ -142,7 +143,7 @@ def test_broken_books_are_found(rig: Rig, broken: str) -> None:
     source = cache.alloc_reqid()
     assert cache.step({source: SHARED})
     cache.fork(source)
-    shared = cache._state.backing.shared
+    shared = sharing_books(cache)
     if broken.startswith("an alias"):
         shared.alias_pages += 1
         with pytest.raises(StateError, match="8 pages are aliases, but 9 are counted"):

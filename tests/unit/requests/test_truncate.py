@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from inside import fence_of
+from inside import fence_of, shared_end, truncate_inside
 from rig import QUIET, TOKENS, Rig, assert_stamped, mapped, settle, stamp, wait_until
 
 from slicedkv import ConfigError, SlicedKVCache, StateError
@@ -116,7 +116,7 @@ def test_a_step_before_the_pages_are_gone_never_writes_what_others_share(rig: Ri
     rig.fake.hold_fences = False
     assert cache.step({child: 3 * TOKENS})
     assert cache.stats().pages_copied + cache.stats().pages_growth >= 3 * cache.layout.num_planes
-    assert cache._state.backing.shared.end_page(child) == 0
+    assert shared_end(cache, child) == 0
     cache.check_integrity()
     cache.close()
 
@@ -133,7 +133,7 @@ def test_what_others_copy_from_stays_until_it_is_copied(make_cache: MakeCache) -
     assert cache.step({child: 1})
     cache.set_memory_limit(cache.stats().mapped_bytes)
     with cache.pool.gate.work("keeping the pages mapped"):
-        cache._lifetime.truncate(source, 5)
+        truncate_inside(cache, source, 5)
     assert mapped(cache, source) == cache.layout.pages_for(3000)
     assert cache.step({child: 3000})
     assert_stamped(cache, source, 5, seed=1)

@@ -14,7 +14,8 @@ from rig import SMALL, mapped, wait_until
 
 from slicedkv import PagePool, SlicedKVCache
 from slicedkv.requests.copier import Copier
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 PAGE = 64 << 10
 

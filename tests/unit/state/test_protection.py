@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from inside import addresses
+from inside import addresses, segments_of_all
 from read_only import is_writable
 from rig import QUIET, TOKENS, Rig, assert_stamped, mapped, settle, stamp
 from warm_python import run_script
@@ -186,8 +186,7 @@ def test_the_pages_of_a_freed_sharer_can_be_written_by_the_next_request(make_cac
 
 def shared_addresses(cache: SlicedKVCache) -> set[int]:
     """Pages of all slots in all planes whose handle is mapped more than once, counted anew."""
-    state = cache._state
-    all_segments = state.backing._segments
+    all_segments = segments_of_all(cache)
     uses = Counter(handle for segments in all_segments for handle in segments.handles)
     found: set[int] = set()
     for slot, segments in enumerate(all_segments):

@@ -10,7 +10,8 @@ import pytest
 
 from slicedkv.errors import DriverError
 from slicedkv.vmm import MappedRange, Run
-from slicedkv.vmm.fake import FakeDriver, FaultyDriver
+from slicedkv.vmm.fake import FakeDriver
+from slicedkv.vmm.faulty import FaultyDriver
 
 MIB = 2**20
 PAGE = 2 * MIB
