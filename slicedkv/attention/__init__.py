@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import BackendUnavailableError, ConfigError
-from .base import AttentionBackend, KVSource
+from .base import AttentionBackend, KVSource, is_hopper
 from .batch import Batch
 
 __all__ = ["AttentionBackend", "Batch", "Choice", "KVSource", "available_backends", "choose_backend", "open_backend"]
@@ -20,12 +20,14 @@ __all__ = ["AttentionBackend", "Batch", "Choice", "KVSource", "available_backend
 # Name -> module and class.
 _BACKENDS = {
     "flashinfer": ("flashinfer", "FlashInferBackend"),
+    "fa3": ("fa3", "FlashAttention3Backend"),
+    "fa4": ("fa4", "FlashAttention4Backend"),
     "triton": ("triton", "TritonBackend"),
     "flash_attn": ("flash_attn", "FlashAttentionBackend"),
     "sdpa": ("sdpa", "SDPABackend"),
     "reference": ("reference", "ReferenceBackend"),
 }
-_INSTALL = {"flashinfer": "slicedkv[flashinfer]", "triton": "slicedkv[triton]", "flash_attn": "flash-attn"}
+_INSTALL = {name: f"slicedkv[{name}]" for name in ("flashinfer", "fa3", "fa4", "triton")} | {"flash_attn": "flash-attn"}
 
 
 class Choice(NamedTuple):
@@ -35,11 +37,24 @@ class Choice(NamedTuple):
     options: dict[str, Any]
     why: str
 
+    @property
+    def backends(self) -> list[str]:
+        """Names of the backends that must run for it."""
+        return _used(self.name, self.options)
 
-# In this order. The figures behind it are bench/results/decode-h200.json and prefill-h200.json.
+
+# In this order. The figures behind it are bench/results/decode-h200.json and prefill-h200.json. FlashAttention 3 and 4
+# were measured on Hopper.
+_TOKENS = "tokens are decoded by the Triton kernels"
+_ON_HOPPER = (
+    Choice("flashinfer", {"decode": "triton", "prompts": "fa3"}, f"FlashAttention 3 for long prompts; {_TOKENS}"),
+    Choice("fa3", {}, f"the fastest for long prompts; {_TOKENS}"),
+    Choice("flashinfer", {"decode": "triton", "prompts": "fa4"}, f"FlashAttention 4 for long prompts; {_TOKENS}"),
+    Choice("fa4", {}, f"faster than FlashInfer for long prompts, has windows and soft caps; {_TOKENS}"),
+)
 _AUTO = {
     "cuda": (
-        Choice("flashinfer", {"decode": "triton"}, "fastest for prompts; tokens are decoded by the Triton kernels"),
+        Choice("flashinfer", {"decode": "triton"}, f"the fastest for prompts; {_TOKENS}"),
         Choice("triton", {}, "reads every dtype and head dimension in place, and decodes in CUDA graphs"),
         Choice("flash_attn", {}, "reads slices in place, one call for all decoding requests"),
         Choice("sdpa", {}, "runs wherever torch does, one call for each request"),
@@ -70,14 +85,14 @@ def choose_backend(
         No backend runs there with these options; the message says why not, for each.
     """
     device = torch.device(device)
-    reasons = []
-    for choice in _AUTO.get(device.type, _AUTO["cpu"]):
-        reason = _missing(choice.name, device, dtype, head_dim)
+    reasons: dict[str, None] = {}
+    for choice in _choices(device):
+        reason = next(filter(None, (_missing(name, device, dtype, head_dim) for name in choice.backends)), None)
         if reason is None and (unknown := _unknown(_load(choice.name), options)):
             reason = f"has no option {', '.join(unknown)}"
         if reason is None:
             return choice
-        reasons.append(f"{choice.name}: {reason}")
+        reasons[f"{'+'.join(choice.backends)}: {reason}"] = None
     raise BackendUnavailableError(f"no attention backend for {dtype} on {device}: {'; '.join(reasons)}")
 
 
@@ -106,12 +121,25 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
     if name == "auto":
         choice = choose_backend(first.device, first.dtype, first.shape[-1], **options)
         name, options = choice.name, {**choice.options, **options}
-    elif (reason := _missing(name, first.device, first.dtype, first.shape[-1])) is not None:
-        raise BackendUnavailableError(f"no attention backend {name!r} for {first.dtype} on {first.device}: {reason}")
+    for used in _used(name, options):
+        if (reason := _missing(used, first.device, first.dtype, first.shape[-1])) is not None:
+            where = f"{first.dtype} on {first.device}"
+            raise BackendUnavailableError(f"no attention backend {used!r} for {where}: {reason}")
     backend = _load(name)
     if unknown := _unknown(backend, options):
         raise ConfigError(f"backend {name!r} has no option {', '.join(unknown)}; it has {', '.join(_options(backend))}")
     return backend(cache, num_qo_heads=num_qo_heads, **options)
+
+
+def _choices(device: torch.device) -> tuple[Choice, ...]:
+    choices = _AUTO.get(device.type, _AUTO["cpu"])
+    return _ON_HOPPER + choices if is_hopper(device) else choices
+
+
+def _used(name: str, options: dict[str, Any]) -> list[str]:
+    """Names of the backends whose kernels these options take."""
+    prompts = options.get("prompts")
+    return [name, prompts] if prompts != name and prompts in _BACKENDS else [name]
 
 
 def _options(backend: type[AttentionBackend]) -> list[str]:

@@ -20,7 +20,10 @@ from ..errors import ConfigError, StateError
 from .batch import PADDED, Batch, Lane
 from .gradients import refuse_backward, wants_gradient
 
-__all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "AttentionBackend", "KVSource", "missing_for_half"]
+__all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "KV", "AttentionBackend", "KVSource", "is_hopper", "missing_for_half"]
+
+KV = tuple[Tensor, Tensor]
+"""K and V of one layer, each ``[B, L, H, D]``."""
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,8 +32,9 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class KVSource(Protocol):
     """Anything with layer slices; `SlicedKVCache` is one.
 
-    A source whose `debug` is true also has `check_writable(reqids, starts, ends)`, which raises `StateError` when
-    one of the requests must not be written in its rows ``[start, end)`` now.
+    A source may be closed: its `closed` is true then, and both calls raise. One whose `debug` is true also has
+    `check_writable(reqids, starts, ends)`, which raises `StateError` when one of the requests must not be written in
+    its rows ``[start, end)`` now.
     """
 
     def k(self, layer: int) -> Tensor:
@@ -40,6 +44,11 @@ class KVSource(Protocol):
     def v(self, layer: int) -> Tensor:
         """Return V of `layer` as a ``[B, L, H, D]`` view."""
         ...
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether this is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def missing_for_half(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -98,6 +107,7 @@ class AttentionBackend(ABC):
         self._padding: list[tuple[int, int]] = []
         self._total_q = 0
         self._written: dict[int, tuple[Tensor, ...]] = {}  # rows that require gradients, until their layer has run
+        self._found: tuple[int, Tensor, Tensor] | None = None  # what `append` looked up, for the `run` that follows
         self._checks_rows = bool(getattr(cache, "debug", False))
         self._unchecked: list[Lane] = []
 
@@ -143,6 +153,7 @@ class AttentionBackend(ABC):
             self._check_rows(lanes)
         self._batch = None  # from here on, what is prepared is not the former plan's any more
         self._written.clear()
+        self._found = None
         self._plan(batch, lanes, graph=graph)
         self._batch, self._lanes, self._total_q = batch, lanes, batch.total_q
         self._unchecked = lanes if self._checks_rows and not graph else []
@@ -265,6 +276,19 @@ class AttentionBackend(ABC):
 
     def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:  # noqa: B027
         """Prepare more than the lanes, for backends that need to; if it fails there is no plan."""
+
+    def _look_up(self, layer: int) -> KV:
+        """K and V of a layer, kept for the `run` that follows: a view costs the host some microseconds."""
+        k, v = self.cache.k(layer), self.cache.v(layer)
+        self._found = (layer, k, v)
+        return k, v
+
+    def _take_rows(self, layer: int) -> KV:
+        """K and V of a layer, for `run`."""
+        found, self._found = self._found, None
+        if found is None or found[0] != layer or getattr(self.cache, "closed", False):
+            return self.cache.k(layer), self.cache.v(layer)
+        return found[1], found[2]
 
     @abstractmethod
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None: ...

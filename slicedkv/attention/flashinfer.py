@@ -12,7 +12,6 @@ a minute or so, and keeps them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import flashinfer
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..triton_kernels.checks import ceil_div
-from .base import KVSource, missing_for_half
+from .base import KV, KVSource, missing_for_half
 from .batch import PADDED, Batch, Lane
-from .paged_view import PagedView, ramps
-from .triton import TritonBackend
+from .long_lanes import LaneKernel, LongLaneBackend, open_lane_kernel
+from .paged_view import PagedView, PageTable, ramps
 
 __all__ = ["FlashInferBackend", "WrapperPlans"]
 
@@ -36,21 +35,10 @@ _HEAD_DIMS = (64, 128, 256)
 # queries and 32 heads. Alone, it must read enough to gain by doing without a table.
 _SINGLE_Q_LEN, _SINGLE_SEQ_LEN = 512, 8192
 _ALONE_SEQ_LEN, _ALONE_PAIRS = 4096, 1 << 20
-# Lanes with more queries are cut: neighbouring queries then share what they read in the GPU's cache.
-_QUERIES_A_LAUNCH = 16384
+# Of lanes with more queries, neighbouring ones then share what they read in the GPU's cache: a gain for these kernels,
+# none for FlashAttention's.
+_QUERIES_A_CALL = 16384
 _UINT32 = 2**32
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Packed rows that prefill computes together: one long lane, or the short lanes of a wrapper.
-
-    `rows` counts from the first row of prefill.
-    """
-
-    rows: slice
-    lane: Lane | None = None
-    wrapper: Any = None
 
 
 class WrapperPlans:
@@ -79,7 +67,7 @@ class WrapperPlans:
             self._left[id(wrapper)] = torch.cuda.current_stream(self._device).record_event()
 
 
-class FlashInferBackend(TritonBackend):
+class FlashInferBackend(LongLaneBackend):
     """FlashInfer backend; see `AttentionBackend`. float16 and bfloat16; a head dimension of 64, 128 or 256.
 
     `plan` copies the page table to the device. It waits until the device has copied the plan before, see
@@ -89,10 +77,11 @@ class FlashInferBackend(TritonBackend):
     ----------
     decode : {"flashinfer", "triton"}
         Whose kernel decodes in steps without prompts.
+    prompts : {"flashinfer", "fa3", "fa4"}
+        Whose kernel computes long lanes. That backend must run here, too.
     """
 
     name: ClassVar[str] = "flashinfer"
-    fills_padding: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -102,11 +91,20 @@ class FlashInferBackend(TritonBackend):
         scale: float | None = None,
         causal: bool = True,
         decode: Literal["flashinfer", "triton"] = "flashinfer",
+        prompts: Literal["flashinfer", "fa3", "fa4"] = "flashinfer",
     ) -> None:
         super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
         if decode not in ("flashinfer", "triton"):
             raise ConfigError(f"decode is {decode!r}; use 'flashinfer' or 'triton'")
         self.decode = decode
+        if prompts not in ("flashinfer", "fa3", "fa4"):
+            raise ConfigError(f"prompts is {prompts!r}; use 'flashinfer', 'fa3' or 'fa4'")
+        self.prompts = prompts
+        self._lane_kernel: LaneKernel = self._attend_itself
+        if prompts == "flashinfer":
+            self.queries_a_call = _QUERIES_A_CALL
+        else:
+            self._lane_kernel = open_lane_kernel(prompts, scale=self.scale, causal=self.causal)
         page_tokens = _PAGE_TOKENS
         while page_tokens > self.max_seq_len:
             page_tokens //= 2
@@ -122,7 +120,7 @@ class FlashInferBackend(TritonBackend):
         self._decoder: Any = None
         self._decodes_itself = self.decode == "flashinfer"
         self._places: tuple[Tensor, ...] | None = None
-        self._spans: list[_Span] = []
+        self._table = PageTable(self._view, [])
         self._paged: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
@@ -132,17 +130,15 @@ class FlashInferBackend(TritonBackend):
             return f"head_dim is {head_dim}; this adapter takes {_HEAD_DIMS}"
         return missing_for_half(device, dtype)
 
-    def _plan(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
-        super()._plan(batch, lanes, graph=graph)
+    def _plan_rest(self, batch: Batch, lanes: list[Lane], *, graph: bool) -> None:
         prompts = not graph and max(batch.q_lens, default=0) > 1
+        self._table = PageTable(self._view, lanes)
         self._places = self._find_places(lanes) if prompts and PADDED not in batch.reqids else None
         self._decodes_itself = self.decode == "flashinfer" or prompts
         if self._decodes_itself:
             if self._decode_q_len > 1:  # FlashInfer's decode takes one token of each lane
                 self._decode_lanes = 0
             self._plan_decode(batch, graph=graph)
-        first = self._decode_lanes * self._decode_q_len
-        self._spans = self._cut([lane for lane in lanes if lane.begin >= first], first)
 
     def _find_places(self, lanes: Sequence[Lane]) -> tuple[Tensor, ...]:
         """What `append_paged_kv_cache` needs of a step without padded lanes, on the device.
@@ -153,7 +149,7 @@ class FlashInferBackend(TritonBackend):
             [(index, lane.q_len, lane.past_len) for index, lane in enumerate(lanes)], dtype=torch.int64, device="cpu"
         ).unbind(dim=1)
         owners, positions = ramps(index, q_lens, 0).int(), ramps(past_lens, q_lens, 1).int()
-        indptr, numbers, last = self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes])
+        indptr, numbers, last = self._table.of(lanes)
         parts = (owners, positions, numbers, indptr, last)
         packed = torch.cat(parts)
         if self.device.type == "cuda":
@@ -166,11 +162,15 @@ class FlashInferBackend(TritonBackend):
         self._decoder = None
         if real is None:
             return
-        # FlashInfer knows no padded lanes: they read the first row of some request, and nobody reads what they write.
-        lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]
+        if PADDED in reqids:
+            # FlashInfer knows no padded lanes: they read a request's first row, and nobody reads what they write.
+            lanes = [(real, 1) if reqid == PADDED else (reqid, n) for reqid, n in zip(reqids, seq_lens, strict=True)]
+            table = self._view.table(*zip(*lanes, strict=True))
+        else:
+            table = self._table.of(self._table.lanes[: self._decode_lanes])
         self._decoder = self._open_decoder(self._decode_lanes if graph else 0)
         self._plans.plan(
-            self._decoder, *self._view.table(*zip(*lanes, strict=True)),
+            self._decoder, *table,
             self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
             q_data_type=self.dtype, kv_data_type=self.dtype, sm_scale=self.scale,
         )  # fmt: skip
@@ -201,48 +201,32 @@ class FlashInferBackend(TritonBackend):
     def _new(self, length: int) -> Tensor:
         return self._kept(length, torch.int32).zero_()
 
-    def _cut(self, lanes: Sequence[Lane], first: int) -> list[_Span]:
-        """Cut prefill in spans: each long lane alone, neighbouring short ones together."""
-        spans: list[_Span] = []
-        short: list[Lane] = []
-        for lane in lanes:
-            is_long = self._is_long(lane, alone=len(lanes) == 1)
-            if short and (short[-1].end < lane.begin or is_long):
-                spans.append(self._plan_prefill(short, first, len(spans)))
-                short = []
-            if is_long:
-                spans.append(_Span(slice(lane.begin - first, lane.end - first), lane=lane))
-            else:
-                short.append(lane)
-        if short:
-            spans.append(self._plan_prefill(short, first, len(spans)))
-        return spans
-
     def _is_long(self, lane: Lane, *, alone: bool) -> bool:
+        if self.prompts != "flashinfer":
+            return super()._is_long(lane, alone=alone)
         if lane.seq_len > self._single_limit:
             return False
         if alone:
             return lane.seq_len >= _ALONE_SEQ_LEN and lane.q_len * lane.seq_len >= _ALONE_PAIRS
         return lane.seq_len >= _SINGLE_SEQ_LEN and lane.q_len >= _SINGLE_Q_LEN
 
-    def _plan_prefill(self, lanes: Sequence[Lane], first: int, index: int) -> _Span:
+    def _plan_short(self, lanes: Sequence[Lane], index: int) -> Any:
         """Plan the wrapper that is kept for the span of this index."""
         if index not in self._prefillers:
             options = {"backend": self._kernel}
             self._prefillers[index] = self._open(flashinfer.BatchPrefillWithPagedKVCacheWrapper, options)
-        begin, end = lanes[0].begin, lanes[-1].end
+        begin = lanes[0].begin
         q_ends = torch.tensor([0, *(lane.end - begin for lane in lanes)], dtype=torch.int32, device="cpu")
         self._plans.plan(
-            self._prefillers[index], q_ends,
-            *self._view.table([lane.reqid for lane in lanes], [lane.seq_len for lane in lanes]),
+            self._prefillers[index], q_ends, *self._table.of(lanes),
             self.num_qo_heads, self.num_kv_heads, self.head_dim, self._view.page_tokens,
             causal=self.causal, sm_scale=self.scale, q_data_type=self.dtype, kv_data_type=self.dtype,
         )  # fmt: skip
-        return _Span(slice(begin - first, end - first), wrapper=self._prefillers[index])
+        return self._prefillers[index]
 
-    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        k, v = self.cache.k(layer), self.cache.v(layer)  # refused once the cache is closed, whatever is kept here
+    def _pages(self, layer: int, cached: KV) -> KV:
         if layer not in self._paged:
+            k, v = cached
             self._paged[layer] = self._view.pages(k), self._view.pages(v)
         return self._paged[layer]
 
@@ -251,33 +235,30 @@ class FlashInferBackend(TritonBackend):
             super()._append(layer, k, v)
         else:
             owners, positions, *table = self._places
-            flashinfer.append_paged_kv_cache(k, v, owners, positions, self._pages(layer), *table)
+            pages = self._pages(layer, self._look_up(layer))
+            flashinfer.append_paged_kv_cache(k, v, owners, positions, pages, *table)
 
-    def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
         if not self._decodes_itself:
-            super()._run_decode(layer, q, out)
+            super()._run_decode(layer, q, cached, out)
         elif self._decoder is None:
             out.zero_()
         else:
-            self._decoder.run(q, self._pages(layer), out=out)
+            self._decoder.run(q, self._pages(layer, cached), out=out)
             for begin, end in self._padding:
                 out[begin:end].zero_()
 
-    def _run_prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
-        for span in self._spans:
-            if span.lane is None:
-                span.wrapper.run(q[span.rows], self._pages(layer), out=out[span.rows])
-            else:
-                self._run_single(span.lane, layer, q[span.rows], out[span.rows])
+    def _run_short(self, layer: int, short: Any, q: Tensor, cached: KV, out: Tensor) -> None:
+        short.run(q, self._pages(layer, cached), out=out)
 
-    def _run_single(self, lane: Lane, layer: int, q: Tensor, out: Tensor) -> None:
-        k, v = self.cache.k(layer)[lane.reqid], self.cache.v(layer)[lane.reqid]
-        for begin in range(0, lane.q_len, _QUERIES_A_LAUNCH):
-            end = min(begin + _QUERIES_A_LAUNCH, lane.q_len)
-            seen = lane.past_len + end if self.causal else lane.seq_len
-            out[begin:end] = flashinfer.single_prefill_with_kv_cache(
-                q[begin:end], k[:seen], v[:seen], causal=self.causal, sm_scale=self.scale, backend=self._kernel
-            )
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self._lane_kernel(q, k, v, out)
+
+    def _attend_itself(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        found = flashinfer.single_prefill_with_kv_cache(
+            q[0], k[0], v[0], causal=self.causal, sm_scale=self.scale, backend=self._kernel
+        )
+        out[0].copy_(found)
 
 
 def _can_be_appended(rows: Tensor) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .batch import Lane
 
-__all__ = ["PagedView", "ramps"]
+__all__ = ["PageTable", "PagedView", "ramps"]
 
 _UINT32, _INT32 = 2**32, 2**31
 
@@ -91,6 +92,38 @@ class PagedView:
         firsts = torch.tensor(reqids, dtype=torch.int64, device="cpu") * self.slot_pages
         numbers = ramps(firsts, counts, self.page_step)
         return indptr.int(), numbers.int(), (lens - (counts - 1) * self.page_tokens).int()
+
+
+class PageTable:
+    """The page table of a step's lanes, made when a part of it is first asked for, and then once.
+
+    Parameters
+    ----------
+    view : PagedView
+    lanes : sequence of Lane
+    """
+
+    def __init__(self, view: PagedView, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+        self._view = view
+        self._index = {lane.reqid: index for index, lane in enumerate(lanes)}
+        self._whole: tuple[Tensor, Tensor, Tensor] | None = None
+        self._ends: list[int] = []
+
+    def of(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `PagedView.table` of some of the lanes, which lie side by side among them."""
+        if self._whole is None:
+            reqids, seq_lens = [lane.reqid for lane in self.lanes], [lane.seq_len for lane in self.lanes]
+            self._whole = self._view.table(reqids, seq_lens)
+            self._ends = self._whole[0].tolist()
+        if len(lanes) == len(self.lanes):
+            return self._whole
+        indptr, numbers, last = self._whole
+        begin = self._index[lanes[0].reqid]
+        end = begin + len(lanes)
+        return (
+            indptr[begin : end + 1] - self._ends[begin], numbers[self._ends[begin] : self._ends[end]], last[begin:end]
+        )  # fmt: skip
 
 
 def ramps(firsts: Tensor, counts: Tensor, step: int) -> Tensor:

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
 from ..triton_kernels.checks import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, ceil_div, interpreted
 from ..triton_kernels.decode_plan import MAX_ROWS
-from .base import AttentionBackend, KVSource
+from .base import KV, AttentionBackend, KVSource
 from .batch import Batch, Lane
 
 __all__ = ["TritonBackend"]
@@ -131,19 +131,19 @@ class TritonBackend(AttentionBackend):
         if self.dtype in FLOAT8_DTYPES:
             k, v = (rows if rows.dtype in (*FLOAT_DTYPES, self.dtype) else rows.float() for rows in (k, v))
         lanes = (self._reqids, self._cu_q_lens, self._seq_lens)
-        append_kv(
-            k, v, self.cache.k(layer), self.cache.v(layer), *lanes, k_scale=self.k_scale, v_scale=self.v_scale
-        )  # fmt: skip
+        k_cache, v_cache = self._look_up(layer)
+        append_kv(k, v, k_cache, v_cache, *lanes, k_scale=self.k_scale, v_scale=self.v_scale)
 
     def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
         rows = self._decode_lanes * self._decode_q_len
+        cached = self._take_rows(layer)
         if rows:
-            self._run_decode(layer, q[:rows], out[:rows])
+            self._run_decode(layer, q[:rows], cached, out[:rows])
         if rows < len(q):
-            self._run_prefill(layer, q[rows:], out[rows:])
+            self._run_prefill(layer, q[rows:], cached, out[rows:])
 
-    def _run_decode(self, layer: int, q: Tensor, out: Tensor) -> None:
-        k, v = self.cache.k(layer), self.cache.v(layer)
+    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
+        k, v = cached
         shape: dict[str, Any] = {
             "q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest, "uneven": self._uneven
         }  # fmt: skip
@@ -154,10 +154,10 @@ class TritonBackend(AttentionBackend):
             workspace=self._workspace, out=out, **self._options, **shape,
         )  # fmt: skip
 
-    def _run_prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run_prefill(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
         lanes = slice(self._decode_lanes, None)
         prefill_attention(
-            q, self.cache.k(layer), self.cache.v(layer), self._reqids[lanes], self._prefill_cu, self._seq_lens[lanes],
+            q, *cached, self._reqids[lanes], self._prefill_cu, self._seq_lens[lanes],
             causal=self.causal, window=self.window, max_q_len=self._max_q_len, out=out, **self._options,
         )  # fmt: skip
 

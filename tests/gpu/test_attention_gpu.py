@@ -51,21 +51,21 @@ def fill(cache, layer):
     return Batch(REQIDS, NEW, [past + new for past, new in zip(PAST, NEW, strict=True)])
 
 
-def check(cache, name, batch, num_qo_heads, **options):
-    """Append and attend in the last layer by both backends; return what they found."""
+def check(cache, name, batch, num_qo_heads, against=("reference", {}), **options):
+    """Append and attend in the last layer by both backends, and compare what they found."""
     torch.manual_seed(torch.seed())
     layer, tolerance = cache.layout.num_layers - 1, TOLERANCE[cache.dtype]
     k, v, q = (
         torch.randn(batch.total_q, heads, 128, dtype=cache.dtype, device=cache.device) for heads in (8, 8, num_qo_heads)
     )
     found = {}
-    for backend, own in ((name, options), ("reference", {})):
+    for backend, own in ((name, options), against):
         opened = open_backend(backend, cache, num_qo_heads=num_qo_heads, **own)
         opened.plan(batch)
         opened.append(layer, k, v)
         found[backend] = opened.run(layer, q).float()
     assert bool(found[name].isfinite().all())
-    torch.testing.assert_close(found[name], found["reference"], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found[name], found[against[0]], atol=tolerance, rtol=tolerance)
     for (begin, end), reqid in zip(itertools.pairwise(batch.cu_q_lens), batch.reqids, strict=True):
         assert reqid >= 0 or not found[name][begin:end].any()
 
@@ -75,7 +75,13 @@ BACKENDS = [
     *(("triton", {}, dtype) for dtype in TOLERANCE),
     ("flashinfer", {}, torch.bfloat16),
     ("flashinfer", {"decode": "triton"}, torch.bfloat16),
+    ("flashinfer", {"decode": "triton", "prompts": "fa3"}, torch.bfloat16),
+    ("fa3", {}, torch.bfloat16),
+    ("fa4", {}, torch.float16),
+    ("fa4", {}, torch.bfloat16),
 ]
+IN_PLACE = [(name, {}) for name in ("triton", "flashinfer", "sdpa", "fa3", "fa4")]
+"""What reads slices with nothing mapped around them."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,7 +109,7 @@ def test_decode_steps_and_long_prompts(open_cache, layout, name, options, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "options"), [("triton", {}), ("flashinfer", {}), ("sdpa", {})])
+@pytest.mark.parametrize(("name", "options"), IN_PLACE)
 def test_nothing_behind_the_last_mapped_page_is_read(open_cache, layout, name, options):
     """Lengths that end with a page, the next page not mapped; what reads on faults, and with it the process."""
     cache = open_cache(
@@ -122,7 +128,7 @@ def test_nothing_behind_the_last_mapped_page_is_read(open_cache, layout, name, o
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "options"), [("triton", {}), ("flashinfer", {}), ("sdpa", {})])
+@pytest.mark.parametrize(("name", "options"), IN_PLACE)
 def test_nothing_is_mapped_where_the_cache_begins(open_cache, layout, name, options):
     """Slot 0 is idle and its pages are gone, so that the first byte of every view is nowhere."""
     cache = open_cache(layout=layout, dtype=torch.bfloat16, num_layers=4, lookahead_tokens=0)
@@ -138,9 +144,18 @@ def test_nothing_is_mapped_where_the_cache_begins(open_cache, layout, name, opti
     check(cache, name, Batch([1, 2, 5], [1, 600, 300], [700, 8200, 300]), 32, **options)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{"window": 300}, {"soft_cap": 20.0}, {"window": 5000, "soft_cap": 20.0}])
+def test_windows_and_soft_caps_of_fa4(open_cache, layout, options):
+    """Beside the Triton kernels, whose own tests compare them with plain torch."""
+    cache = open_cache(layout=layout, dtype=torch.bfloat16)
+    check(cache, "fa4", fill(cache, layer=31), 32, against=("triton", options), **options)
+
+
 @pytest.mark.gpu_alone
 @pytest.mark.parametrize(
-    ("name", "options"), [("triton", {}), ("flashinfer", {}), ("flashinfer", {"decode": "triton"})]
+    ("name", "options"),
+    [("triton", {}), ("flashinfer", {}), ("flashinfer", {"decode": "triton", "prompts": "fa3"}), ("fa3", {})],
 )
 def test_steps_that_nobody_waits_for(open_cache, name, options):
     """The host is several steps ahead of the device; every step sees its own plan."""

@@ -10,16 +10,19 @@ import math
 import torch
 
 
-def attend(q, k, v, *, causal, sm_scale):
+def attend(q, k, v, *, causal, sm_scale, window=None, soft_cap=0.0):
     """Attention of the last rows of one request; ``[q_len, Hq, D]`` over ``[len, H, D]``."""
     group, past = q.shape[1] // k.shape[1], len(k) - len(q)
     k, v = (rows.repeat_interleave(group, dim=1).double() for rows in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * sm_scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    unseen = torch.zeros(scores.shape[1:], dtype=torch.bool, device=q.device)
     if causal:
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(past + 1), -math.inf
-        )
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+        unseen |= torch.ones_like(unseen).triu(past + 1)
+    if window is not None:
+        unseen |= torch.ones_like(unseen).tril(past - window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v).to(q.dtype)
 
 
 def single_prefill_with_kv_cache(q, k, v, *, causal, sm_scale, backend):

@@ -5,60 +5,52 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import types
 from unittest.mock import Mock
 
+import fake_flash_attention
 import fake_flashinfer
 import pytest
 import torch
-from test_attention_backends import EACH_LAYOUT_WITH_EACH_SHAPE, LAYOUTS, Driven, oracle
+from test_attention_backends import EACH_LAYOUT_WITH_EACH_SHAPE, LAYOUTS, Driven
 from torch_modes import MODES, attend
 
 from slicedkv import attention
 from slicedkv.attention import Batch
+from slicedkv.attention.long_lanes import LongLaneBackend
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.attention.triton import TritonBackend
 from slicedkv.errors import ConfigError, StateError
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, softmax_scale, causal):
-    """What FlashAttention 2 computes, lane by lane."""
-    assert cache_seqlens.dtype == cache_batch_idx.dtype == torch.int32
-    assert bool((cache_batch_idx >= 0).all())
-    assert k_cache.stride(-1) == v_cache.stride(-1) == 1
-    lanes = zip(q, cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)
-    options = {"scale": softmax_scale, "causal": causal}
-    return torch.stack([oracle(rows, k_cache[slot, :n], v_cache[slot, :n], **options) for rows, slot, n in lanes]).to(
-        q.dtype
-    )
-
-
-@pytest.fixture(params=["flashinfer", "flashinfer-triton", "flash_attn"])
+@pytest.fixture(params=["flashinfer", "flashinfer-triton", "flashinfer-triton-fa3", "flash_attn", "fa3", "fa4"])
 def adapter(request, monkeypatch):
     """Put stand-ins in place of the packages and of the GPU; return name and options of a backend."""
-    name, _, decode = request.param.partition("-")
-    stand_in = types.ModuleType("flash_attn")
-    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
+    name, *values = request.param.split("-")
+    options = dict(zip(("decode", "prompts"), values, strict=False))
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    fake_flash_attention.install(monkeypatch)
     module = importlib.import_module(f"slicedkv.attention.{name}")
     monkeypatch.setattr(attention, "_missing", lambda *_: None)
+    for limit, value in {"long_rows": 24, "long_pairs": 800, "alone_rows": 12, "alone_pairs": 400}.items():
+        monkeypatch.setattr(LongLaneBackend, limit, value)
     if name == "flashinfer":
         monkeypatch.setattr(module, "_kernel", lambda device: "fa3")
         monkeypatch.setattr(module, "_SINGLE_Q_LEN", 5)
         monkeypatch.setattr(module, "_SINGLE_SEQ_LEN", 30)
         monkeypatch.setattr(module, "_ALONE_SEQ_LEN", 20)
         monkeypatch.setattr(module, "_ALONE_PAIRS", 60)
-        monkeypatch.setattr(module, "_QUERIES_A_LAUNCH", 16)
+        monkeypatch.setattr(module, "_QUERIES_A_CALL", 16)
         monkeypatch.setattr(module, "_PAGE_TOKENS", 16)
         monkeypatch.setattr(module, "_WORKSPACE_BYTES", 1 << 16)
         fake_flashinfer.SINGLE.clear()
-    yield name, {"decode": decode} if decode else {}
-    for loaded in ("flashinfer", "flash_attn"):
+    yield name, options
+    for loaded in ("flashinfer", "flash_attn", "fa3", "fa4"):
         sys.modules.pop(f"slicedkv.attention.{loaded}", None)
 
 
-of_flashinfer = pytest.mark.parametrize("adapter", ["flashinfer", "flashinfer-triton"], indirect=True)
+of_flashinfer = pytest.mark.parametrize(
+    "adapter", ["flashinfer", "flashinfer-triton", "flashinfer-triton-fa3"], indirect=True
+)
 
 STEPS = [
     ([4, 0], [7, 1]),
@@ -85,7 +77,15 @@ def test_prefill_chunks_and_decode_mixed(make_cache, adapter, layout, num_kv_hea
     for reqids, q_lens in STEPS:
         out, expected = driven.step(reqids, q_lens)
         torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
-    if name == "flashinfer":
+    lanes = [(33, 33), (40, 40), *([(6, 40)] if num_qo_heads >= 4 else []), (70, 72)]
+    if name != "flashinfer":
+        assert {(name, *lane) for lane in lanes} <= set(fake_flash_attention.CALLS)
+        assert min(q_len * num_qo_heads for _, q_len, _ in fake_flash_attention.CALLS) >= 12, "the others together"
+    elif "prompts" in options:
+        assert fake_flash_attention.CALLS
+        assert {called for called, *_ in fake_flash_attention.CALLS} == {"fa3"}
+        assert not fake_flashinfer.SINGLE
+    else:
         # A prompt of 33 in pieces of 16, each over what its tokens see; then the long lanes of the fourth step.
         assert fake_flashinfer.SINGLE[:3] == [(16, 16), (16, 32), (1, 33)]
         assert (6, 40) in fake_flashinfer.SINGLE
@@ -159,7 +159,7 @@ def test_captured_steps_keep_their_wrapper_and_places(make_cache, adapter, monke
         backend.plan(step, graph=True)
         backend.append(1, driven.tensor(3, 2), driven.tensor(3, 2))
         assert bool(backend.run(1, driven.tensor(3, 6)).isfinite().all())
-        places.append((backend._reqids.data_ptr(), id(backend._decoder)))
+        places.append((backend._reqids.data_ptr(), id(getattr(backend, "_decoder", None))))
     assert places[0] == places[1]
 
 
@@ -269,6 +269,38 @@ def test_wrong_decode_is_named(make_cache, adapter):
     if name == "flashinfer":
         with pytest.raises(ConfigError, match="decode is 'mine'; use 'flashinfer' or 'triton'"):
             attention.open_backend(name, make_cache(dtype=torch.float16), num_qo_heads=2, decode="mine")
+        with pytest.raises(ConfigError, match="prompts is 'mine'; use 'flashinfer', 'fa3' or 'fa4'"):
+            attention.open_backend(name, make_cache(dtype=torch.float16), num_qo_heads=2, prompts="mine")
+
+
+@pytest.mark.parametrize("adapter", ["flashinfer-triton-fa3", "flash_attn", "fa3", "fa4"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_lanes_see_nothing_behind_their_length(make_cache, adapter, layout):
+    """Views end with the request, so NaN behind it is out of reach, whatever tiles a kernel loads."""
+    name, options = adapter
+    cache = make_cache(dtype=torch.float16, layout=layout)
+    driven = Driven(cache, name, **options)
+    driven.options = {}
+    assert cache.step({0: 60})
+    for side in (cache.k(1), cache.v(1)):
+        side[0, :60].fill_(float("nan"))
+    out, expected = driven.step([0], [50])
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+    assert fake_flash_attention.CALLS[-1][1:] == (50, 50)
+
+
+@pytest.mark.parametrize("adapter", ["fa4"], indirect=True)
+@pytest.mark.parametrize(("window", "soft_cap"), [(7, None), (45, 2.0), (None, 2.0), (200, None)])
+def test_windows_and_soft_caps(make_cache, adapter, window, soft_cap):
+    options = {"window": window, "soft_cap": soft_cap}
+    found = {}
+    for name in ("fa4", "triton"):
+        driven = Driven(make_cache(dtype=torch.float16), name, **options)
+        driven.options = {}
+        found[name] = [driven.step([0, 1], q_lens)[0] for q_lens in ([40, 9], [3, 50], [1, 1], [30, 1])]
+    for out, expected in zip(found["fa4"], found["triton"], strict=True):
+        torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    assert ("fa4", 50, 59 if window is None else min(59, window + 49)) in fake_flash_attention.CALLS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -105,7 +105,7 @@ def test_choice_of_a_backend(make_cache):
     with pytest.raises(ConfigError, match="'cudnn'"):
         open_backend("cudnn", make_cache(), num_qo_heads=2)
     reasons = available_backends(dtype=torch.float8_e4m3fn)
-    assert list(reasons) == ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
+    assert list(reasons) == ["flashinfer", "fa3", "fa4", "triton", "flash_attn", "sdpa", "reference"]
     assert reasons["reference"] is None
     assert "float8" in str(reasons["sdpa"])
     assert reasons["flash_attn"] == "cannot import flash_attn; pip install flash-attn"
@@ -122,15 +122,45 @@ def test_options_decide_and_are_named(make_cache):
         open_backend("sdpa", make_cache(), num_qo_heads=2, window=3)
 
 
-def test_what_auto_takes_on_a_gpu_depends_on_what_is_there(monkeypatch):
-    missing: dict[str, str | None] = {}
-    monkeypatch.setattr(attention, "_missing", lambda name, *_: missing.get(name))
+def choose_on(monkeypatch, capability, missing):
+    """Names of the backends that "auto" takes on such a GPU without some packages."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "_missing", lambda name, *_: "not installed" if name in missing else None)
     monkeypatch.setattr(attention, "_unknown", lambda *_: [])
     monkeypatch.setattr(attention, "_load", lambda name: name)
-    names = ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
-    for count, expected in enumerate(names):
-        missing.update(dict.fromkeys(names[:count], "not installed"))
-        assert choose_backend("cuda").name == expected
+    return choose_backend("cuda").backends
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_what_auto_takes_on_a_gpu_depends_on_what_is_there(monkeypatch, capability):
+    others = ["flashinfer", "triton", "flash_attn", "sdpa", "reference"]
+    unmeasured = ["fa3", "fa4"] if capability == (9, 0) else []
+    for count, expected in enumerate(others):
+        assert choose_on(monkeypatch, capability, others[:count] + unmeasured) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ([], ["flashinfer", "fa3"]),
+        (["flashinfer"], ["fa3"]),
+        (["fa3"], ["flashinfer", "fa4"]),
+        (["flashinfer", "fa3"], ["fa4"]),
+        (["fa3", "fa4"], ["flashinfer"]),
+    ],
+)
+def test_what_auto_takes_on_hopper(monkeypatch, missing, expected):
+    assert choose_on(monkeypatch, (9, 0), missing) == expected
+    assert choose_on(monkeypatch, (8, 9), missing) == ["triton" if "flashinfer" in missing else "flashinfer"]
+
+
+def test_kernels_of_another_backend_must_run_too(make_cache, monkeypatch):
+    """The message says of which one."""
+    missing = {"fa3": "needs a Hopper GPU"}
+    monkeypatch.setattr(attention, "_missing", lambda name, *_: missing.get(name))
+    with pytest.raises(BackendUnavailableError, match=r"no attention backend 'fa3' for .*: needs a Hopper GPU"):
+        open_backend("flashinfer", make_cache(dtype=torch.float16), num_qo_heads=2, prompts="fa3")
 
 
 @pytest.mark.parametrize(
