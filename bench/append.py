@@ -10,7 +10,6 @@ as from the adapters. FlashInfer's append, if installed, runs beside it; it gets
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import append_kv
 
 from .support.common import copy_rate, parser, record
-from .support.slices import HEAD_DIM, Memory, Place, Shape, time_calls
+from .support.slices import HEAD_DIM, Memory, Place, Shape
+from .support.timing import Call, captured, in_turn
 
 NEEDS_GPU = True
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ class Sources:
         self.q_out = torch.empty_like(self.q)
 
 
-def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float) -> Row:
+def measure(memory: Memory, batch: int, q_len: int, rounds: int, copied: float) -> Row:
     """Time append alone, with rotary embedding of K, of K and q, and a copy of the same bytes."""
     sources = Sources(batch, q_len)
     shape = Shape(batch, max(32, q_len * 2), LAYERS, HEADS, GROUP)
@@ -56,36 +56,34 @@ def measure(memory: Memory, batch: int, q_len: int, repeats: int, copied: float)
     copies = memory.elements // shape.plane_elements
     views = [memory.sliced(shape, Place(i % LAYERS, i // LAYERS % copies)) for i in range(sources.calls)]
 
-    def calls(**options: Any) -> list[Callable[[], object]]:
+    def calls(**options: Any) -> list[Call]:
         return [
             lambda new=new, kv=kv: append_kv(*new, *kv, *lanes, **options)
             for new, kv in zip(sources.kv, views, strict=True)
         ]
 
     check(sources, views, int(lens[0]), q_len, calls()[-1])
-    seconds = {
-        "append": time_calls(calls(), repeats),
-        "append_rotary": time_calls(calls(**tables), repeats),
-        "append_rotary_q": time_calls(calls(**tables, q=sources.q, q_out=sources.q_out), repeats),
+    variants = {
+        "append": calls(),
+        "append_rotary": calls(**tables),
+        "append_rotary_q": calls(**tables, q=sources.q, q_out=sources.q_out),
     }
     theirs = flashinfer_calls(sources, views, (reqids, ends, lens))
     if theirs:
         check(sources, views, int(lens[0]), q_len, theirs[-1])
-        seconds["flashinfer"] = time_calls(theirs, repeats)
+        variants["flashinfer"] = theirs
     targets = torch.empty_like(sources.kv)
-    pairs = zip(targets, sources.kv, strict=True)
-    seconds["copy"] = time_calls([lambda to=to, new=new: to.copy_(new) for to, new in pairs], repeats)
+    variants["copy"] = [lambda to=to, new=new: to.copy_(new) for to, new in zip(targets, sources.kv, strict=True)]
+    timed = in_turn({name: captured(each) for name, each in variants.items()}, rounds=rounds)
     row: Row = {"batch": batch, "q_len": q_len, "tokens": sources.rows}
-    row |= {f"{name}_us": value * 1e6 for name, value in seconds.items()}
-    rate = sources.bytes_moved / seconds["append"]
+    row |= {f"{name}_us": timed.seconds(name) / sources.calls * 1e6 for name in variants}
+    rate = sources.bytes_moved * sources.calls / timed.seconds("append")
     row |= {"append_gb_s": rate / 1e9, "copy_rate_share": rate / copied}
-    row["same_size_copy_share"] = seconds["copy"] / seconds["append"]
-    return row | {"rotary_cost": seconds["append_rotary"] / seconds["append"] - 1}
+    row["same_size_copy_share"] = timed.speed("append", "copy")
+    return row | {"rotary_cost": timed.speed("append", "append_rotary") - 1}
 
 
-def flashinfer_calls(
-    sources: Sources, views: list[tuple[Tensor, Tensor]], lanes: tuple[Tensor, ...]
-) -> list[Callable[[], object]]:
+def flashinfer_calls(sources: Sources, views: list[tuple[Tensor, Tensor]], lanes: tuple[Tensor, ...]) -> list[Call]:
     """FlashInfer's append on a view of the slices as pages; empty if it is not installed."""
     try:
         flashinfer = importlib.import_module("flashinfer")
@@ -104,9 +102,7 @@ def flashinfer_calls(
     ]
 
 
-def check(
-    sources: Sources, views: list[tuple[Tensor, Tensor]], length: int, q_len: int, last: Callable[[], object]
-) -> None:
+def check(sources: Sources, views: list[tuple[Tensor, Tensor]], length: int, q_len: int, last: Call) -> None:
     """Stop the benchmark if append is wrong, before it is timed."""
     last()
     for cache, rows in zip(views[-1], sources.kv[-1], strict=True):
@@ -120,8 +116,8 @@ def main() -> None:
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     copied = copy_rate()
-    memory, repeats = Memory(16 << 30), 3 if options.quick else 7
-    rows = (measure(memory, *case, repeats, copied) for case in (CASES[::3] if options.quick else CASES))
+    memory, rounds = Memory(16 << 30), 3 if options.quick else 7
+    rows = (measure(memory, *case, rounds, copied) for case in (CASES[::3] if options.quick else CASES))
     record("append", options, rows, copy_rate_gb_s=copied / 1e9)
 
 

@@ -1,10 +1,11 @@
 """Is decode over slices as fast as over other layouts, and near the rate of the memory?
 
-    python -m bench.decode [--quick] [--tune]
+    python -m bench.decode [--quick] [--tune | --tiles]
 
 Our kernel runs every shape on slices and on contiguous layers. FlashInfer, if installed, runs it on slices and on a
-paged cache with shuffled pages of 16 tokens. Each timing is one CUDA graph over many layers. `--tune` instead searches
-launch choices for `triton_kernels/tuning.py` and prints them.
+paged cache with shuffled pages of 16 tokens. Each timing is one CUDA graph over all layers, and variants take turns.
+`--tune` instead searches launch choices for `triton_kernels/tuning.py` and prints them; `--tiles` compares some tiles
+on every shape.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch import Tensor
 from slicedkv.attention.paged_view import PagedView
 from slicedkv.triton_kernels import DecodeTile, decode_attention, decode_workspace_numel
 
-from .support.common import copy_rate, parser, progress, record, show
-from .support.slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages, time_calls
+from .support.common import copy_rate, parser, progress, record, show, time_cuda
+from .support.slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
+from .support.timing import Call, captured, in_turn
 
 NEEDS_GPU = True
 Row = dict[str, Any]
-Call = Callable[[], object]
 MODELS = ((32, 8, 4), (60, 4, 8), (80, 1, 8))
 """Layers, KV heads and group: Llama-3-8B, Yi-34B on two GPUs, Llama-3-70B on eight."""
 BATCHES, LENGTHS = (1, 4, 16, 64, 128), (1024, 4096, 16384, 65536, 131072)
@@ -39,6 +40,11 @@ TUNED: dict[str, tuple[int, ...]] = {
     "busy_programs": (1, 2),
 }
 """Launch choices, of which `--tune` tries all combinations."""
+CANDIDATES = {
+    f"{size >> 10}k_h{heads}_s{stages}": DecodeTile(size, heads, 4, stages, busy_programs=1)
+    for size, heads, stages in ((16384, 2, 4), (32768, 1, 3), (32768, 2, 2), (32768, 2, 3))
+}
+"""Tiles that `--tiles` compares with the table's on every shape."""
 TUNED_ON = (
     (1, 131072, 0), (8, 8192, 0), (16, 32768, 0), (128, 2048, 0), (1, 16384, 1), (16, 1024, 1), (128, 1024, 1),
     (16, 16384, 1), (1, 16384, 2), (64, 8192, 2),
@@ -127,22 +133,22 @@ def planned(flashinfer: Any, shape: Shape, table: Tensor, page: int) -> Any:
     return wrapper
 
 
-def measure(memory: Memory, shape: Shape, repeats: int, copied: float) -> Row:
-    """All variants of one shape."""
-    places = memory.places(shape)
-    ours = Decode(shape)
-    seconds: dict[str, float] = {}
+def measure(memory: Memory, shape: Shape, rounds: int, copied: float) -> Row:
+    """All variants of one shape, in turn."""
+    places, ours = memory.places(shape), Decode(shape)
+    calls: dict[str, list[Call]] = {}
     for name, view in (("sliced", memory.sliced), ("per_layer", memory.per_layer)):
         views = [view(shape, place) for place in places]
         ours.check(name, *views[-1])
-        seconds[name] = time_calls([ours.call(k, v) for k, v in views], repeats)
-    for name, calls in flashinfer_calls(memory, shape, places).items():
-        seconds[name] = time_calls(calls, repeats)
+        calls[name] = [ours.call(k, v) for k, v in views]
+    calls |= flashinfer_calls(memory, shape, places)
+    timed = in_turn({name: captured(each) for name, each in calls.items()}, rounds=rounds)
+    seconds = {name: timed.seconds(name) / len(places) for name in calls}
     rate = shape.layer_bytes / seconds["sliced"]
     row: Row = {**shape._asdict(), "layers_timed": len(places)}
     row |= {f"{name}_us": value * 1e6 for name, value in seconds.items()}
     row |= {"sliced_gb_s": rate / 1e9, "copy_rate_share": rate / copied}
-    row |= {f"vs_{name}": value / seconds["sliced"] for name, value in seconds.items() if name != "sliced"}
+    row |= {f"vs_{name}": timed.speed("sliced", name) for name in calls if name != "sliced"}
     return row | {"large": shape.layer_bytes >= LARGE_LAYER_BYTES}
 
 
@@ -155,7 +161,7 @@ def cost(memory: Memory, tile: DecodeTile) -> float:
             ours = Decode(shape, tile)
             views = [memory.sliced(shape, place) for place in memory.places(shape)]
             ours.check(f"{tile}", *views[-1])
-            seconds = time_calls([ours.call(k, v) for k, v in views], 5)
+            seconds = time_cuda(captured([ours.call(k, v) for k, v in views]), repeats=5) / len(views)
         except Exception as failure:  # a tile that asks for too much of the GPU is only a bad tile
             if type(failure).__name__ != "OutOfResources":
                 raise
@@ -175,21 +181,50 @@ def tune(memory: Memory) -> None:
         print(f"{least:.4f} {tile}", flush=True)
 
 
+def tiles(memory: Memory, shape: Shape) -> Row:
+    """Speed of each tile of `CANDIDATES` over that of the table's, on slices, and what slices cost it."""
+    views, places = {"sliced": memory.sliced, "per_layer": memory.per_layer}, memory.places(shape)
+    calls = {}
+    for name, tile in {"table": None, **CANDIDATES}.items():
+        ours = Decode(shape, tile)
+        for layout, view in views.items():
+            kv = [view(shape, place) for place in places]
+            try:
+                ours.check(f"{name}, {layout}", *kv[-1])
+                calls[f"{name} {layout}"] = captured([ours.call(*pair) for pair in kv])
+            except Exception as failure:  # as in `cost`
+                if type(failure).__name__ != "OutOfResources":
+                    raise
+    timed = in_turn(calls, rounds=3)
+    row: Row = {**shape._asdict(), "table_us": timed.seconds("table sliced") / len(places) * 1e6}
+    row["table_vs_per_layer"] = timed.speed("table sliced", "table per_layer")
+    for name in CANDIDATES:
+        if f"{name} sliced" in calls:
+            row[name] = timed.speed(f"{name} sliced", "table sliced")
+            row[f"{name}_vs_per_layer"] = timed.speed(f"{name} sliced", f"{name} per_layer")
+    return row
+
+
 def main() -> None:
     """Measure the grid, or search launch choices."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--tune", action="store_true", help="search launch choices instead")
+    arguments.add_argument("--tiles", action="store_true", help="compare tiles on every shape instead")
     options = arguments.parse_args()
     if options.device == "cpu":
         raise SystemExit("this benchmark needs an NVIDIA GPU")
     copied = copy_rate()
     progress(f"copy rate {copied / 1e9:.0f} GB/s")
-    memory = Memory(24 << 30 if options.quick else 72 << 30 if options.tune else 100 * 10**9)
+    memory = Memory(24 << 30 if options.quick else 72 << 30 if options.tune or options.tiles else 100 * 10**9)
     if options.tune:
         tune(memory)
         return
-    repeats = 3 if options.quick else 5
-    rows = (measure(memory, shape, repeats, copied) for shape in shapes(memory, options.quick))
+    if options.tiles:
+        for shape in shapes(memory, options.quick):
+            show(tiles(memory, shape))
+        return
+    rounds = 3 if options.quick else 5
+    rows = (measure(memory, shape, rounds, copied) for shape in shapes(memory, options.quick))
     record("decode", options, rows, copy_rate_gb_s=copied / 1e9)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from .decode import MODELS, Decode
 from .prefill import Case
 from .support.common import parser, progress, record
-from .support.slices import Memory, Shape, time_calls
+from .support.slices import Memory, Shape
+from .support.timing import Timings, captured, in_turn
 
 NEEDS_GPU = True
 Row = dict[str, Any]
@@ -31,39 +32,38 @@ def tokens(num_bytes: int, batch: int) -> int:
     return num_bytes // TOKEN_BYTES // batch // 64 * 64
 
 
-def decode(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
-    """Seconds a layer for one token of each request, by layout."""
+def decode(memory: Memory, num_bytes: int, rounds: int) -> Timings:
+    """One token of each request, by layout."""
     shape = Shape(BATCH, tokens(num_bytes, BATCH), *MODELS[0])
-    ours, seconds = Decode(shape), {}
+    ours, calls = Decode(shape), {}
     for layout in LAYOUTS:
         views = [getattr(memory, layout)(shape, place) for place in memory.places(shape)]
         ours.check(layout, *views[-1])
-        seconds[layout] = time_calls([ours.call(k, v) for k, v in views], repeats)
-    return seconds
+        calls[layout] = captured([ours.call(k, v) for k, v in views])
+    return in_turn(calls, rounds=rounds)
 
 
-def prefill(memory: Memory, num_bytes: int, repeats: int) -> dict[str, float]:
-    """Seconds a layer for a chunk of one prompt, by layout: our kernel, which depends most on its memory."""
-    case, seconds = Case(memory, 1, Q_LEN, tokens(num_bytes, 1)), {}
-    for layout in LAYOUTS:
-        run = case.triton(layout)
+def prefill(memory: Memory, num_bytes: int, rounds: int) -> Timings:
+    """A chunk of one prompt, by layout: our kernel, which depends most on its memory."""
+    case = Case(memory, 1, Q_LEN, tokens(num_bytes, 1))
+    runs = {layout: case.triton(layout) for layout in LAYOUTS}
+    for layout, run in runs.items():
         case.check(layout, run, layout)
-        seconds[layout] = case.seconds(run, repeats)
-    return seconds
+    return case.timed(runs, rounds)
 
 
-def measure(sizes: list[int], repeats: int) -> Iterator[Row]:
+def measure(sizes: list[int], rounds: int) -> Iterator[Row]:
     """Every size on both kinds of pages."""
     for extent_pages in EXTENTS:
         progress(f"mapping {sizes[-1] / GB:g} GB in pieces of {2 * extent_pages} MiB")
         memory = Memory(sizes[-1], extent_pages)
         for num_bytes in sizes:
             for name, call in (("decode", decode), ("prefill", prefill)):
-                seconds = call(memory, num_bytes, repeats)
+                timed = call(memory, num_bytes, rounds)
                 yield {
                     "measure": name, "extent_pages": extent_pages, "cache_gb": num_bytes / GB,
-                    **{f"{layout}_us": value * 1e6 for layout, value in seconds.items()},
-                    "vs_per_layer": seconds["per_layer"] / seconds["sliced"],
+                    **{f"all_layers_{layout}_us": timed.seconds(layout) * 1e6 for layout in LAYOUTS},
+                    "vs_per_layer": timed.speed("sliced", "per_layer"),
                 }  # fmt: skip
         memory.close()
 

@@ -1,10 +1,11 @@
 """Is prefill over slices as fast as over contiguous or paged memory, and by which kernel?
 
-    python -m bench.prefill [--quick] [--tune]
+    python -m bench.prefill [--quick] [--short] [--tune]
 
-Prompts, and chunks on a cached prefix, all causal. Our Triton kernel runs on slices and on contiguous layers. If
-FlashInfer is installed, three more run: slicedkv's backend over it, its `single_prefill` on both layouts, and its
-kernel for pages, on slices and on shuffled pages of 16 tokens. `--tune` instead times launch choices for
+Prompts, and chunks on a cached prefix, all causal, in the shape of Llama-3-8B. Every backend that runs here reads the
+same bytes as slices and as contiguous layers. "auto" is what the library takes by itself. Beside them stand two paged
+caches with shuffled pages: FlashInfer over pages of 16 tokens, FlashAttention 3 over pages of 128. `--short` measures
+short lanes instead, where a call a lane costs more than it gains. `--tune` times launch choices for
 `triton_kernels/tuning.py`.
 """
 
@@ -12,36 +13,45 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slicedkv.attention import Batch, open_backend
-from slicedkv.attention.paged_view import PagedView
+from slicedkv.attention import AttentionBackend, Batch, available_backends, choose_backend, open_backend
 from slicedkv.triton_kernels import PrefillTile, prefill_attention
 
-from .support.common import parser, progress, record, time_cuda
+from .support.common import parser, progress, record
 from .support.slices import HEAD_DIM, Memory, Place, Shape, attend, check, shuffled_pages
+from .support.timing import Timings, ahead, in_turn
 
 NEEDS_GPU = True
 Row = dict[str, Any]
 Run = Callable[[int], object]
 LAYERS, HEADS, GROUP = 32, 8, 4
 CASES = (
-    (16, 2048, 2048), (1, 2048, 2048), (1, 8192, 8192), (1, 32768, 32768), (1, 131072, 131072),
-    (1, 2048, 32768), (1, 16384, 131072), (8, 512, 8192), (1, 512, 512), (64, 128, 128), (16, 512, 512),
-    (4, 2048, 2048), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096), (1, 4096, 4096), (4, 4096, 4096), (8, 128, 8192),
-    (1, 512, 4096),
+    (1, 8192, 8192), (1, 32768, 32768), (1, 8192, 32768), (1, 8192, 131072), (1, 131072, 131072), (16, 2048, 2048),
+    (4, 512, 8192), (1, 2048, 8192), (1, 2048, 2048), (4, 2048, 2048), (4, 4096, 4096), (1, 4096, 4096),
+    (1, 2048, 32768), (1, 16384, 131072),
 )  # fmt: skip
 """Requests, new tokens of each, and the length of each."""
-ROTATION = 4
-LEAD_CYCLES = 20_000_000  # some 10 ms: 64 launches of 4 layers and more
+SHORT = (
+    (1, 512, 512), (64, 128, 128), (16, 512, 512), (1, 128, 8192), (1, 512, 8192), (8, 64, 4096), (8, 128, 8192),
+    (8, 512, 8192), (1, 512, 4096), (1, 64, 65536), (4, 256, 32768),
+)  # fmt: skip
+BACKENDS = ("fa3", "fa4", "flashinfer", "triton")
+LAYOUTS = ("sliced", "contiguous")
+PAGES = {"flashinfer_paged": 16, "fa3_paged": 128}
+"""Tokens a page."""
+LONG_FLOP = 4e12
+"""Layers with more take several milliseconds and exceed the L2 many times: a few of them in turn show the same."""
+FEW, FEW_ROUNDS = 2, 2
+LEAD_CYCLES = 20_000_000  # some 10 ms
 
 
 class Layers(list[tuple[Tensor, Tensor]]):
-    """Layer slices, in the form in which a backend asks a cache for them."""
+    """K and V of layers, in the form in which a backend asks a cache for them."""
 
     def k(self, layer: int) -> Tensor:
         """K of a layer."""
@@ -65,11 +75,12 @@ class Case:
         self.cu_q_lens = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * q_len
         pairs = batch * (q_len * length - q_len * (q_len - 1) / 2)
         self.flop = 4 * HEADS * GROUP * HEAD_DIM * pairs
+        self.turns = LAYERS if self.flop < LONG_FLOP else FEW
 
-    def views(self, layout: str) -> list[tuple[Tensor, Tensor]]:
+    def views(self, layout: str) -> Layers:
         """K and V of the layers that take turns."""
         view = self.memory.sliced if layout == "sliced" else self.memory.per_layer
-        return [view(self.shape, Place(layer, 0)) for layer in range(ROTATION)]
+        return Layers(view(self.shape, Place(layer, 0)) for layer in range(self.turns))
 
     def triton(self, layout: str, tile: PrefillTile | None = None) -> Run:
         """Our kernel."""
@@ -78,110 +89,102 @@ class Case:
         limits = {"max_q_len": self.q_len, "out": self.out, "tile": tile}
         return lambda turn: prefill_attention(self.q, *views[turn], *lanes, **limits)
 
-    def flashinfer_single(self, flashinfer: Any, layout: str) -> Run:
-        """FlashInfer, one request after another, without a page table."""
-        views = self.views(layout)
-        rows = [slice(i * self.q_len, (i + 1) * self.q_len) for i in range(self.shape.batch)]
-        single = flashinfer.single_prefill_with_kv_cache
-
-        def run(turn: int) -> None:
-            k, v = views[turn]
-            for lane, part in enumerate(rows):
-                self.out[part] = single(self.q[part], k[lane], v[lane], causal=True, backend="fa3")
-
-        return run
-
-    def adapter(self) -> Run:
-        """The library's FlashInfer backend, which chooses among the kernels."""
-        source = Layers(self.views("sliced"))
-        backend = open_backend("flashinfer", source, num_qo_heads=HEADS * GROUP)
+    def backend(self, name: str, layout: str, **options: Any) -> tuple[Run, AttentionBackend]:
+        """A backend of the library, planned."""
+        backend = open_backend(name, self.views(layout), num_qo_heads=HEADS * GROUP, **options)
         batch = self.shape.batch
         backend.plan(Batch(range(batch), [self.q_len] * batch, [self.shape.length] * batch))
-        return lambda turn: backend.run(turn, self.q, self.out)
+        return lambda turn: backend.run(turn, self.q, self.out), backend
 
-    def flashinfer_paged(self, flashinfer: Any) -> tuple[Run, Tensor]:
-        """FlashInfer on a paged cache of the same bytes, and the pages of each request."""
-        pages = shuffled_pages(self.shape)
-        wrapper = self.planned(flashinfer, pages, 16)
-        views = [tuple(rows.view(-1, 16, HEADS, HEAD_DIM) for rows in pair) for pair in self.views("per_layer")]
-        return lambda turn: wrapper.run(self.q, views[turn], out=self.out), pages
-
-    def flashinfer_view(self, flashinfer: Any) -> Run:
-        """FlashInfer's kernel for pages on slices."""
-        slices = self.views("sliced")
-        view = PagedView.of(slices[0][0], 64)
-        table = view.table(self.reqids.tolist(), [self.shape.length] * self.shape.batch)[1].cuda()
-        wrapper = self.planned(flashinfer, table.view(self.shape.batch, -1), 64)
-        views = [tuple(view.pages(rows) for rows in pair) for pair in slices]
-        return lambda turn: wrapper.run(self.q, views[turn], out=self.out)
-
-    def planned(self, flashinfer: Any, table: Tensor, page: int) -> Any:
-        """FlashInfer's wrapper for this batch and page table."""
-        indptr = torch.arange(self.shape.batch + 1, device="cuda", dtype=torch.int32) * table.shape[1]
+    def flashinfer_paged(self, pages: Tensor) -> Run:
+        """FlashInfer over shuffled pages of 16 tokens."""
+        flashinfer, page = importlib.import_module("flashinfer"), PAGES["flashinfer_paged"]
+        indptr = torch.arange(self.shape.batch + 1, device="cuda", dtype=torch.int32) * pages.shape[1]
         last = torch.full((self.shape.batch,), page, device="cuda", dtype=torch.int32)
         workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         wrapper.plan(
-            self.cu_q_lens, indptr, table.flatten(), last, HEADS * GROUP, HEADS, HEAD_DIM, page, causal=True,
+            self.cu_q_lens, indptr, pages.flatten(), last, HEADS * GROUP, HEADS, HEAD_DIM, page, causal=True,
             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        return wrapper
+        views = [tuple(_pages(rows, page) for rows in pair) for pair in self.views("contiguous")]
+        return lambda turn: wrapper.run(self.q, views[turn], out=self.out)
+
+    def fa3_paged(self, pages: Tensor) -> Run:
+        """FlashAttention 3 over shuffled pages of 128 tokens: the strongest paged kernel known here."""
+        importlib.import_module("fa3_fwd_interface")
+        views = [tuple(_pages(rows, PAGES["fa3_paged"]) for rows in pair) for pair in self.views("contiguous")]
+        shape = (self.shape.batch, self.q_len, HEADS * GROUP, HEAD_DIM)
+        q, out = self.q.view(shape), self.out.view(shape)
+        options = {"seqused_k": self.lens, "page_table": pages, "softmax_scale": HEAD_DIM**-0.5, "is_causal": True}
+        return lambda turn: torch.ops.fa3_fwd.fwd(q, *views[turn], out=out, **options)
 
     def check(self, name: str, run: Run, layout: str, pages: Tensor | None = None) -> None:
         """Compare the first and the last new tokens of first and last request with the reference."""
         self.out.fill_(float("nan"))
-        run(ROTATION - 1)
+        run(self.turns - 1)
         k, v = self.views(layout)[-1]
         for lane in {0, self.shape.batch - 1}:
-            rows = [part[lane] if pages is None else _paged(part, pages[lane]) for part in (k, v)]
+            rows = [part[lane] if pages is None else _paged(part, pages[lane], PAGES[name]) for part in (k, v)]
             begin, end = lane * self.q_len, (lane + 1) * self.q_len
             past = self.shape.length - self.q_len
             first = attend(self.q[begin : begin + 8], *(part[: past + 8] for part in rows))
             check(f"{name}, first tokens", self.out[begin : begin + 8], first)
             check(f"{name}, last tokens", self.out[end - 4 : end], attend(self.q[end - 4 : end], *rows))
 
-    def seconds(self, run: Run, repeats: int) -> float:
-        """GPU time of one layer. Layers take turns, and the host launches ahead, as an engine does."""
+    def timed(self, runs: Mapping[str, Run], rounds: int) -> Timings:
+        """Time of all layers that take turns. The host launches ahead, as an engine does."""
 
-        def turn_all() -> None:
-            for turn in range(ROTATION):
-                run(turn)
+        def turn_all(run: Run) -> Callable[[], object]:
+            return lambda: [run(turn) for turn in range(self.turns)]
 
-        return time_cuda(turn_all, repeats=repeats, warmup=1, lead_cycles=LEAD_CYCLES) / ROTATION
-
-
-def _paged(rows: Tensor, pages: Tensor) -> Tensor:
-    return rows.view(-1, 16, HEADS, HEAD_DIM)[pages.long()].flatten(0, 1)
+        lead = LEAD_CYCLES * (1 + min(self.shape.batch, 16) // 4)
+        return in_turn({name: turn_all(run) for name, run in runs.items()}, rounds=rounds, warmup=1, clock=ahead(lead))
 
 
-def measure(memory: Memory, batch: int, q_len: int, length: int, repeats: int) -> Row:
+def _pages(rows: Tensor, page_tokens: int) -> Tensor:
+    return rows.view(-1, page_tokens, HEADS, HEAD_DIM)
+
+
+def _paged(rows: Tensor, pages: Tensor, page_tokens: int) -> Tensor:
+    return _pages(rows, page_tokens)[pages.long()].flatten(0, 1)
+
+
+def variants(case: Case) -> Iterator[tuple[str, Run, str, Tensor | None]]:
+    """Name, run, layout and page table of all that is compared."""
+    reasons = available_backends("cuda", torch.bfloat16, HEAD_DIM)
+    yield "auto_sliced", case.backend("auto", "sliced")[0], "sliced", None
+    for name in BACKENDS:
+        if reasons[name] is not None:
+            progress(f"{name} is left out: {reasons[name]}")
+            continue
+        for layout in LAYOUTS:
+            yield f"{name}_{layout}", case.backend(name, layout)[0], layout, None
+    for name, of, run in (
+        ("flashinfer_paged", "flashinfer", case.flashinfer_paged),
+        ("fa3_paged", "fa3", case.fa3_paged),
+    ):
+        if reasons[of] is None and case.shape.length % PAGES[name] == 0:
+            pages = shuffled_pages(case.shape, PAGES[name])
+            yield name, run(pages), "contiguous", pages
+
+
+def measure(memory: Memory, batch: int, q_len: int, length: int, rounds: int) -> Row:
     """All variants of one case."""
-    case = Case(memory, batch, q_len, length)
-    variants: dict[str, tuple[Run, str, Tensor | None]] = {
-        "triton_sliced": (case.triton("sliced"), "sliced", None),
-        "triton_contiguous": (case.triton("per_layer"), "per_layer", None),
+    case, runs = Case(memory, batch, q_len, length), {}
+    row: Row = {"batch": batch, "q_len": q_len, "length": length, "layers_timed": case.turns}
+    for name, run, layout, pages in variants(case):
+        case.check(name, run, layout, pages)
+        runs[name] = run
+    timed = case.timed(runs, rounds if case.turns == LAYERS else FEW_ROUNDS)
+    row |= {f"{name}_tflop_s": case.flop * case.turns / timed.seconds(name) / 1e12 for name in runs}
+    fastest = timed.fastest([name for name in runs if name.endswith("_contiguous")])
+    row["fastest_contiguous"] = fastest
+    row["auto_vs_contiguous"] = timed.speed("auto_sliced", fastest)
+    row |= {f"auto_vs_{name}": timed.speed("auto_sliced", name) for name in PAGES if name in runs}
+    row |= {
+        f"auto_vs_{name}": timed.speed("auto_sliced", f"{name}_sliced") for name in BACKENDS if f"{name}_sliced" in runs
     }
-    try:
-        flashinfer = importlib.import_module("flashinfer")
-    except ImportError:
-        progress("flashinfer is not installed: its variants are left out")
-    else:
-        variants["single_sliced"] = (case.flashinfer_single(flashinfer, "sliced"), "sliced", None)
-        variants["single_contiguous"] = (case.flashinfer_single(flashinfer, "per_layer"), "per_layer", None)
-        variants["adapter_sliced"] = (case.adapter(), "sliced", None)
-        variants["view_sliced"] = (case.flashinfer_view(flashinfer), "sliced", None)
-        run, pages = case.flashinfer_paged(flashinfer)
-        variants["flashinfer_paged"] = (run, "per_layer", pages)
-    row: Row = {"batch": batch, "q_len": q_len, "length": length}
-    seconds = {}
-    for name, (run, layout, pages) in variants.items():
-        case.check(f"{name} {row}", run, layout, pages)
-        seconds[name] = case.seconds(run, repeats)
-        row[f"{name}_tflop_s"] = case.flop / seconds[name] / 1e12
-    best = min(seconds[name] for name in ("triton_sliced", "adapter_sliced") if name in seconds)
-    for name in ("flashinfer_paged", "single_contiguous", "triton_contiguous"):
-        if name in seconds:
-            row[f"best_adapter_vs_{name}"] = seconds[name] / best
     return row
 
 
@@ -195,7 +198,8 @@ def tune(memory: Memory) -> None:
             try:
                 run = case.triton("sliced", tile)
                 case.check(f"{tile}", run, "sliced")
-                found.append((case.flop / case.seconds(run, 5) / 1e12, tile))
+                seconds = case.timed({"tile": run}, 3).seconds("tile")
+                found.append((case.flop * case.turns / seconds / 1e12, tile))
             except Exception as failure:  # a tile that asks for too much of the GPU is only a bad tile
                 if type(failure).__name__ != "OutOfResources":
                     raise
@@ -206,6 +210,7 @@ def tune(memory: Memory) -> None:
 def main() -> None:
     """Measure the cases, or time launch choices."""
     arguments = parser(__doc__ or "")
+    arguments.add_argument("--short", action="store_true", help="measure short lanes instead")
     arguments.add_argument("--tune", action="store_true", help="time launch choices instead")
     options = arguments.parse_args()
     if options.device == "cpu":
@@ -214,8 +219,10 @@ def main() -> None:
     if options.tune:
         tune(memory)
         return
-    repeats = 3 if options.quick else 5
-    record("prefill", options, (measure(memory, *case, repeats) for case in (CASES[:3] if options.quick else CASES)))
+    cases = SHORT if options.short else CASES
+    rows = (measure(memory, *case, 3 if options.quick else 5) for case in (cases[:3] if options.quick else cases))
+    auto = " + ".join(choose_backend("cuda", torch.bfloat16, HEAD_DIM).backends)
+    record("prefill_short" if options.short else "prefill", options, rows, auto=auto)
 
 
 if __name__ == "__main__":

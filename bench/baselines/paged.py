@@ -1,12 +1,17 @@
-"""A paged KV cache with real tables, the baseline of `serving`: 16 tokens a page, FlashInfer's append and attention.
+"""A paged KV cache with real tables, the baseline of `serving`: FlashInfer's append and attention over its pages.
 
 `PagedCache` offers what the engine's scheduler asks of `SlicedKVCache`. `PagedBackend` offers what the engine's runner
-asks of an attention backend, CUDA graphs included. Page 0 belongs to no request: padded lanes read and write there.
+asks of an attention backend, CUDA graphs included; FlashAttention 3 may compute its prompts. Page 0 belongs to no
+request: padded lanes read and write there. Pages that hold a known prefix (`paged_prefix`) stay when nobody uses them,
+until memory is short.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import importlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import flashinfer
 import numpy as np
@@ -19,7 +24,6 @@ from slicedkv.attention.batch import PADDED, Lane
 from slicedkv.attention.flashinfer import WrapperPlans
 from slicedkv.layout import KVLayout, ceil_div
 
-PAGE_TOKENS = 16
 _WORKSPACE_BYTES = 256 << 20
 _NOBODYS = np.zeros(1, np.int32)
 _Row = tuple[NDArray[np.int32], int, int]  # a lane's pages, new tokens and length
@@ -34,20 +38,26 @@ class PagedStats(NamedTuple):
 
 
 class PagedCache:
-    """K and V of each layer in pages of 16 tokens, all allocated at the start; the page freed last goes out first."""
+    """K and V of each layer in pages, all allocated at the start; the page freed last goes out first."""
 
-    def __init__(self, layout: KVLayout, dtype: torch.dtype, device: str, memory_bytes: int) -> None:
-        self.layout = layout  # of pages of 16 tokens, so that the scheduler's arithmetic holds
-        self.dtype, self.device = dtype, torch.device(device)
+    def __init__(
+        self, layout: KVLayout, dtype: torch.dtype, device: str, memory_bytes: int, page_tokens: int = 16
+    ) -> None:
+        self.layout = layout  # of pages of as many tokens, so that the scheduler's arithmetic holds
+        self.dtype, self.device, self.page_tokens = dtype, torch.device(device), page_tokens
         self.num_pages = memory_bytes // layout.page_bytes // layout.num_planes
-        shape = (self.num_pages + 1, PAGE_TOKENS, layout.num_kv_heads, layout.head_dim)
+        shape = (self.num_pages + 1, page_tokens, layout.num_kv_heads, layout.head_dim)
         self.pages = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(layout.num_layers)
         ]
-        self._tables = np.zeros((layout.max_batch_size, _pages(layout.max_seq_len)), np.int32)
+        self._tables = np.zeros((layout.max_batch_size, self._count(layout.max_seq_len)), np.int32)
         self._counts = [0] * layout.max_batch_size
+        self._users = [0] * (self.num_pages + 1)
         self._free = list(range(self.num_pages, 0, -1))
         self._idle = list(range(layout.max_batch_size - 1, -1, -1))
+        self.known: dict[int, int] = {}  # the page of a key
+        self._keys: dict[int, int] = {}  # the key of a page
+        self._unused: OrderedDict[int, None] = OrderedDict()  # known pages that nobody uses, the oldest first
 
     def alloc_reqid(self, seq_len: int = 0) -> int:
         """Hand out a slot."""
@@ -55,7 +65,14 @@ class PagedCache:
 
     def free_reqid(self, reqid: int) -> None:
         """Take a slot and its pages back. Kernels run in the order of the stream, so none reads a page too late."""
-        self._free += self._tables[reqid, : self._counts[reqid]][::-1].tolist()
+        for page in self._tables[reqid, : self._counts[reqid]][::-1].tolist():
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._keys:
+                self._unused[page] = None
+            else:
+                self._free.append(page)
         self._counts[reqid] = 0
         self._idle.append(reqid)
 
@@ -65,32 +82,63 @@ class PagedCache:
             return False
         for reqid, length in seq_lens.items():
             count = self._counts[reqid]
-            if missing := _pages(length) - count:
-                self._tables[reqid, count : count + missing] = self._free[: -missing - 1 : -1]
-                del self._free[-missing:]
-                self._counts[reqid] += missing
+            if (missing := self._count(length) - count) > 0:
+                self._take(reqid, [self._free_page() for _ in range(missing)])
         return True
+
+    def adopt(self, reqid: int, pages: Sequence[int]) -> None:
+        """Let an empty slot begin with known pages."""
+        for page in pages:
+            self._unused.pop(page, None)
+        self._take(reqid, pages)
+
+    def remember(self, key: int, page: int) -> None:
+        """Note what a full page holds, unless another one holds the same."""
+        if key not in self.known and page not in self._keys:
+            self.known[key], self._keys[page] = page, key
+
+    def is_used(self, page: int) -> bool:
+        """True while a request has the page."""
+        return self._users[page] > 0
 
     def table(self, reqid: int, seq_len: int) -> NDArray[np.int32]:
         """Pages of a request's first tokens."""
-        return self._tables[reqid, : _pages(seq_len)]
+        return self._tables[reqid, : self._count(seq_len)]
 
     def pages_needed(self, seq_lens: dict[int, int]) -> int:
         """Pages of all planes that a step would take."""
-        missing = (max(0, _pages(n) - self._counts[reqid]) for reqid, n in seq_lens.items())
+        missing = (max(0, self._count(n) - self._counts[reqid]) for reqid, n in seq_lens.items())
         return sum(missing) * self.layout.num_planes
 
     def pages_available(self) -> int:
-        """Free pages of all planes."""
-        return len(self._free) * self.layout.num_planes
+        """Pages of all planes that are free, or known and unused."""
+        return (len(self._free) + len(self._unused)) * self.layout.num_planes
 
     def can_admit(self, seq_len: int) -> bool:
         """True when a slot and pages for `seq_len` tokens are free."""
-        return bool(self._idle) and _pages(seq_len) <= len(self._free)
+        return bool(self._idle) and self._count(seq_len) * self.layout.num_planes <= self.pages_available()
 
     def stats(self) -> PagedStats:
-        """Bytes of the pages handed out."""
-        return PagedStats((self.num_pages - len(self._free)) * self.layout.page_bytes * self.layout.num_planes)
+        """Bytes of the pages that requests have."""
+        pages = self.num_pages * self.layout.num_planes - self.pages_available()
+        return PagedStats(pages * self.layout.page_bytes)
+
+    def _take(self, reqid: int, pages: Sequence[int]) -> None:
+        begin = self._counts[reqid]
+        self._counts[reqid] += len(pages)
+        self._tables[reqid, begin : self._counts[reqid]] = pages
+        for page in pages:
+            self._users[page] += 1
+
+    def _free_page(self) -> int:
+        if self._free:
+            return self._free.pop()
+        page, _ = self._unused.popitem(last=False)
+        del self.known[self._keys.pop(page)]
+        return page
+
+    def _count(self, seq_len: int) -> int:
+        return ceil_div(seq_len, self.page_tokens)
 
     def close(self) -> None:
         """Give the memory back to torch."""
@@ -107,20 +155,33 @@ class PagedCache:
         return self.k(layer)
 
 
-def paged_layout(layers: int, heads: int, dim: int, itemsize: int, slots: int, max_seq_len: int) -> KVLayout:
-    """Arithmetic of a paged cache: slices whose pages hold 16 tokens have the same."""
-    page_bytes = PAGE_TOKENS * layers * heads * dim * itemsize
+def paged_layout(
+    layers: int, heads: int, dim: int, itemsize: int, slots: int, max_seq_len: int, page_tokens: int = 16
+) -> KVLayout:
+    """Arithmetic of a paged cache: slices whose pages hold as many tokens have the same."""
+    page_bytes = page_tokens * layers * heads * dim * itemsize
     return KVLayout("sliced", layers, heads, dim, itemsize, slots, max_seq_len, page_bytes, 0)
 
 
 class PagedBackend(AttentionBackend):
-    """FlashInfer over the tables of a `PagedCache`."""
+    """FlashInfer over the tables of a `PagedCache`; prompts by FlashAttention 3 if wanted."""
 
     name = "paged"
     cache: PagedCache  # type: ignore[assignment]
 
-    def __init__(self, cache: PagedCache, *, num_qo_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        num_qo_heads: int,
+        scale: float | None = None,
+        prompts: Literal["flashinfer", "fa3"] = "flashinfer",
+    ) -> None:
         super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale)
+        if prompts == "fa3":
+            importlib.import_module("fa3_fwd_interface")
+        self._prompts = prompts
+        self._fa3_options: dict[str, Any] = {}
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._decoders: dict[int, Any] = {}
         self._buffers: dict[int, list[Tensor]] = {}
@@ -150,18 +211,33 @@ class PagedBackend(AttentionBackend):
         self._plan_append(rows, graph=graph)
         if decoding:
             self._decoder = self._open_decoder(decoding if graph else 0)
-            self._plans.plan(self._decoder, *_table(rows[:decoding]), *self._heads, PAGE_TOKENS, **self._dtypes)
+            table = self._table(rows[:decoding])
+            self._plans.plan(self._decoder, *table, *self._heads, self.cache.page_tokens, **self._dtypes)
         if decoding < len(rows):
-            rest = [row for row in rows[decoding:] if row[1]]
-            ends = torch.tensor([0, *(q for _, q, _ in rest)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self._plan_prompts([row for row in rows[decoding:] if row[1]])
+
+    def _plan_prompts(self, lanes: list[_Row]) -> None:
+        ends = torch.tensor([0, *(q for _, q, _ in lanes)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if self._prompts == "flashinfer":
             self._plans.plan(
-                self._prefiller, ends, *_table(rest), *self._heads, PAGE_TOKENS, causal=True, **self._dtypes
-            )
+                self._prefiller, ends, *self._table(lanes), *self._heads, self.cache.page_tokens, causal=True,
+                **self._dtypes,
+            )  # fmt: skip
+            return
+        table = np.zeros((len(lanes), max(len(pages) for pages, *_ in lanes)), np.int32)
+        for row, (pages, *_) in zip(table, lanes, strict=True):
+            row[: len(pages)] = pages
+        lens = torch.tensor([n for *_, n in lanes], dtype=torch.int32)
+        self._fa3_options = {
+            "cu_seqlens_q": ends.to(self.device), "seqused_k": lens.to(self.device),
+            "page_table": torch.from_numpy(table).to(self.device), "max_seqlen_q": max(q for _, q, _ in lanes),
+            "softmax_scale": self.scale, "is_causal": True,
+        }  # fmt: skip
 
     def _plan_append(self, lanes: list[_Row], *, graph: bool) -> None:
         owners = np.repeat(np.arange(len(lanes), dtype=np.int32), [q for _, q, _ in lanes])
         positions = np.concatenate([np.arange(n - q, n, dtype=np.int32) for _, q, n in lanes])
-        indptr, numbers, last = _table(lanes)
+        indptr, numbers, last = self._table(lanes)
         parts = [torch.from_numpy(owners), torch.from_numpy(positions), indptr, last]
         kind = len(lanes) if graph else 0
         if not graph or kind not in self._buffers:
@@ -204,17 +280,15 @@ class PagedBackend(AttentionBackend):
         rows = self._decode_rows
         if rows:
             self._decoder.run(q[:rows], self.cache.pages[layer], out=out[:rows])
-        if rows < len(q):
+        if rows < len(q) and self._prompts == "fa3":
+            torch.ops.fa3_fwd.fwd(q[rows:], *self.cache.pages[layer], out=out[rows:], **self._fa3_options)
+        elif rows < len(q):
             self._prefiller.run(q[rows:], self.cache.pages[layer], out=out[rows:])
 
-
-def _pages(seq_len: int) -> int:
-    return ceil_div(seq_len, PAGE_TOKENS)
-
-
-def _table(lanes: list[_Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """First entry of each lane, page numbers, and tokens on each last page."""
-    counts = torch.tensor([0, *(len(pages) for pages, *_ in lanes)], dtype=torch.int32)
-    numbers = torch.from_numpy(np.concatenate([pages for pages, *_ in lanes]))
-    last = torch.tensor([n - (len(pages) - 1) * PAGE_TOKENS for pages, _, n in lanes], dtype=torch.int32)
-    return counts.cumsum(0, dtype=torch.int32), numbers, last
+    def _table(self, lanes: list[_Row]) -> tuple[Tensor, Tensor, Tensor]:
+        """First entry of each lane, page numbers, and tokens on each last page."""
+        counts = torch.tensor([0, *(len(pages) for pages, *_ in lanes)], dtype=torch.int32)
+        numbers = torch.from_numpy(np.concatenate([pages for pages, *_ in lanes]))
+        tokens = self.cache.page_tokens
+        last = torch.tensor([n - (len(pages) - 1) * tokens for pages, _, n in lanes], dtype=torch.int32)
+        return counts.cumsum(0, dtype=torch.int32), numbers, last

@@ -5,6 +5,7 @@ The weights are random: they cost as much time as trained ones.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,11 +24,17 @@ from ..support.common import percentiles
 from ..support.traces import FITS, Request, generate, read_trace
 
 Row = dict[str, Any]
-MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "static")
+MANAGERS = ("sliced", "interleaved", "per_layer", "paged", "paged_fa3", "static")
+PAGED = {"paged": ("flashinfer", 16), "paged_fa3": ("fa3", 128)}
+"""Of a paged manager: whose kernel computes prompts, and tokens a page."""
 SYNC = "_sync"
 """Behind a manager's name: its mapper maps inside the step."""
 CHUNK = 8192
 WARM_PROMPT = 500
+DOCUMENT_TOKENS, QUESTION, ANSWER = 32_768, (32, 128), (32, 96)
+"""Of requests about documents: tokens of a document, and the least and most of a question and of an answer."""
+PREFIX_SHARE = 0.9
+"""Of the memory, what finished requests may leave there."""
 POINTS = 250
 
 
@@ -48,6 +55,8 @@ class Workload(NamedTuple):
         For K and V.
     managers : tuple of str
         What manages K and V, one after the other.
+    documents : int
+        With documents, each request asks a question about one of so many, and prefixes are shared.
     """
 
     trace: str
@@ -56,6 +65,7 @@ class Workload(NamedTuple):
     slots: int
     memory_bytes: int
     managers: tuple[str, ...] = MANAGERS
+    documents: int = 0
 
 
 def model(device: str, layers: int = 32) -> transformers.PreTrainedModel:
@@ -75,6 +85,12 @@ def model(device: str, layers: int = 32) -> transformers.PreTrainedModel:
 
 def lengths(workload: Workload, paths: Sequence[Path]) -> list[Request]:
     """The workload's requests, scaled: the first of its trace, or some drawn from its fit if `paths` lack it."""
+    if workload.documents:
+        source = random.Random(0)
+        document = round(DOCUMENT_TOKENS * workload.scale)
+        return [
+            Request(document + source.randint(*QUESTION), source.randint(*ANSWER)) for _ in range(workload.requests)
+        ]
     files = {path.stem: path for path in paths}
     if workload.trace in files:
         chosen = read_trace(files[workload.trace]).requests[: workload.requests]
@@ -88,10 +104,21 @@ def longest(requests: Sequence[Request]) -> int:
     return align_up(max(request.tokens for request in requests), 64)
 
 
-def prompts(served: transformers.PreTrainedModel, requests: Sequence[Request]) -> list[list[int]]:
-    """Random prompts of the requests' lengths, the same ones each time."""
+def prompts(
+    served: transformers.PreTrainedModel, requests: Sequence[Request], workload: Workload | None = None
+) -> list[list[int]]:
+    """Random prompts of the requests' lengths, the same ones each time; with documents, one of these and a question."""
     source, vocabulary = torch.Generator().manual_seed(1), served.config.vocab_size
-    return [torch.randint(3, vocabulary, (request.prompt_tokens,), generator=source).tolist() for request in requests]
+
+    def draw(tokens: int) -> list[int]:
+        return [int(token) for token in torch.randint(3, vocabulary, (tokens,), generator=source).tolist()]
+
+    if workload is None or not workload.documents:
+        return [draw(request.prompt_tokens) for request in requests]
+    document = round(DOCUMENT_TOKENS * workload.scale)
+    documents = [draw(document) for _ in range(workload.documents)]
+    order = random.Random(1)
+    return [order.choice(documents) + draw(request.prompt_tokens - document) for request in requests]
 
 
 def token_bytes(served: transformers.PreTrainedModel) -> int:
@@ -105,22 +132,34 @@ def open_engine(
 ) -> Engine:
     """Open an engine whose K and V this manager manages."""
     common = {"max_tokens_per_step": CHUNK, **options}
-    config, slots = served.config, workload.slots
-    if manager == "paged":
-        from .paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer; the other managers do not
-
-        shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
-        layout = paged_layout(*shape, slots, max_seq_len)
-        cache: Any = PagedCache(layout, served.dtype, served.device, workload.memory_bytes)
-        heads = config.num_attention_heads
-        backend: Any = PagedBackend(cache, num_qo_heads=heads, scale=attention_scale(served))
-        return Engine(served, cache=cache, backend=backend, **common)
+    slots = workload.slots
+    if manager in PAGED:
+        return _open_paged(served, manager, workload, max_seq_len, common)
     mapper = "sync" if manager.endswith(SYNC) else "background"
     kind = "sliced" if manager == "static" else manager.removesuffix(SYNC)
     if manager == "static":
         slots = max(1, min(slots, workload.memory_bytes // (max_seq_len * token_bytes(served))))
     cache = cache_for_model(served, slots, max_seq_len, memory_limit=workload.memory_bytes, layout=kind, mapper=mapper)
-    return Engine(served, cache=cache, **common)
+    shared = {"prefix_cache": PREFIX_SHARE} if workload.documents else {}
+    return Engine(served, cache=cache, **shared, **common)
+
+
+def _open_paged(
+    served: transformers.PreTrainedModel, manager: str, workload: Workload, max_seq_len: int, options: dict[str, Any]
+) -> Engine:
+    from .paged import PagedBackend, PagedCache, paged_layout  # needs FlashInfer; the other managers do not
+    from .paged_prefix import PagedPrefixes
+
+    config, (kernel, page_tokens) = served.config, PAGED[manager]
+    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, served.dtype.itemsize)
+    layout = paged_layout(*shape, workload.slots, max_seq_len, page_tokens)
+    cache: Any = PagedCache(layout, served.dtype, served.device, workload.memory_bytes, page_tokens)
+    heads, scale = config.num_attention_heads, attention_scale(served)
+    backend: Any = PagedBackend(cache, num_qo_heads=heads, scale=scale, prompts=kernel)
+    engine = Engine(served, cache=cache, backend=backend, **options)
+    if workload.documents:
+        engine.scheduler.admission = PagedPrefixes(cache)
+    return engine
 
 
 def submit(engine: Engine, ids: Sequence[list[int]], requests: Sequence[Request]) -> None:
@@ -171,9 +210,10 @@ class Clock:
         gaps = [b - a for times in self.times.values() for a, b in pairwise(times)]
         running = [len(step.seq_lens) for step in self.steps]
         decoding = [step for step in self.steps if step.num_tokens == len(step.seq_lens)]
-        prompts_s = sum(step.seconds for step in self.steps) - sum(step.seconds for step in decoding)
+        with_prompts = [step for step in self.steps if step.num_tokens != len(step.seq_lens)]
+        prompts_s = sum(step.seconds for step in with_prompts)
         steps = [step.seconds * 1e3 for step in decoding]
-        host = [(step.seconds - step.wait_seconds) * 1e3 for step in decoding]
+        host = [_host_ms(step) for step in decoding]
         (first_p50, first_p99), (gap_p50, gap_p99) = percentiles(firsts, 0.5, 0.99), percentiles(gaps, 0.5, 0.99)
         (step_p50, step_p999) = percentiles(steps, 0.5, 0.999)
         return {
@@ -182,10 +222,15 @@ class Clock:
             "tpot_ms_p50": gap_p50 * 1e3, "tpot_ms_p99": gap_p99 * 1e3,
             "decode_step_ms_p50": step_p50, "decode_step_ms_p999": step_p999, "decode_step_ms_max": max(steps),
             "decode_step_host_ms_p50": statistics.median(host), "decode_steps": len(decoding),
-            "prompt_steps": len(self.steps) - len(decoding), "prompt_steps_s": prompts_s,
+            "prompt_steps": len(with_prompts), "prompt_steps_s": prompts_s,
+            "prompt_step_host_ms_p50": statistics.median(_host_ms(step) for step in with_prompts),
             "batch_mean": statistics.fmean(running), "batch_max": max(running), "steps": len(self.steps),
             "series": {"batch": thinned(running), "decode_step_ms": thinned(steps)},
         }  # fmt: skip
+
+
+def _host_ms(step: EngineStep) -> float:
+    return (step.seconds - step.wait_seconds) * 1e3
 
 
 def thinned(values: Sequence[float]) -> list[float]:

@@ -26,9 +26,12 @@ HEADLINES = (
     "mapper.stalls_idle_main",
     "mapper.cold_2gib_ms",
     "decode.vs_flashinfer_paged_geomean",
-    "prefill.vs_flashinfer_paged_min_32k",
+    "decode.vs_per_layer_geomean",
+    "prefill.vs_flashinfer_paged_min_8k",
+    "prefill.vs_fa3_paged_geomean",
     "serving.long_vs_paged",
     "serving.chat_vs_paged",
+    "serving.prefix_vs_paged",
     "sharing.first_token_32k",
     "swap.vs_plain_copy",
 )

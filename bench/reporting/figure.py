@@ -44,8 +44,8 @@ def rows_with(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def most(key: str, **wanted: Any) -> Callable[[list[Row]], float]:
-    """The largest `key` among the rows with these values."""
-    return lambda rows: max(row[key] for row in rows_with(rows, **wanted))
+    """The largest `key` among the rows that have it and these values."""
+    return lambda rows: max(row[key] for row in rows_with(rows, **wanted) if key in row)
 
 
 def reached(value: float, goal: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from .figure import Figure, Row, most, rows_with
 from .plots import Plot
 
-LONG, CHAT, STEPS = (f"serving_{name}-h200.json" for name in ("long", "chat", "steps"))
+LONG, CHAT, PREFIX, STEPS = (f"serving_{name}-h200.json" for name in ("long", "chat", "prefix", "steps"))
 
 FIGURES = (
     Figure(
@@ -19,11 +19,36 @@ FIGURES = (
         most("vs_paged", manager="sliced"),
     ),
     Figure(
+        "serving.long_vs_fa3_paged",
+        LONG,
+        "x",
+        ">= 1.0",
+        "the same over those with a paged cache of 128 tokens a page and FlashAttention 3",
+        most("vs_paged_fa3", manager="sliced"),
+    ),
+    Figure(
         "serving.chat_vs_paged",
         CHAT,
         "x",
-        ">= 0.98",
+        ">= 1.05",
         "tokens served per second over those with a paged cache, requests of azure_2023_conv, Llama-3-8B",
+        most("vs_paged", manager="sliced"),
+    ),
+    Figure(
+        "serving.chat_stall_ms",
+        CHAT,
+        "ms",
+        "<= 10",
+        "waiting for the driver while these requests were served",
+        most("stall_ms", manager="sliced"),
+    ),
+    Figure(
+        "serving.prefix_vs_paged",
+        PREFIX,
+        "x",
+        ">= 1.0",
+        "tokens served per second over those with a paged cache and its prefix cache, 64 questions about 8 documents "
+        "of 32,768 tokens, Llama-3-8B",
         most("vs_paged", manager="sliced"),
     ),
 )
@@ -63,7 +88,7 @@ def _steps(figure: Any, rows: list[Row]) -> None:
 PLOTS = (
     *(
         Plot(f"serving-{name}.png", source, "throughput and batch by manager of K and V", lambda rows: rows, _served)
-        for name, source in (("long", LONG), ("chat", CHAT))
+        for name, source in (("long", LONG), ("chat", CHAT), ("prefix", PREFIX))
     ),
     Plot("serving-steps.png", STEPS, "time of decode steps, sync and background", lambda rows: rows, _steps),
 )

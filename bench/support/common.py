@@ -21,8 +21,12 @@ import torch
 
 from slicedkv.vmm import native
 
+from .timing import cuda_seconds
+
 RESULTS = Path(__file__).parents[1] / "results"
-_PACKAGES = ("torch", "triton", "cuda-bindings", "flashinfer-python", "transformers", "kvcached")
+_PACKAGES = (
+    "torch", "triton", "cuda-bindings", "flashinfer-python", "fa3-fwd", "flash-attn-4", "transformers", "kvcached",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -125,25 +129,11 @@ def commit() -> str:
     return revision + ("+" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2, lead_cycles: int = 0) -> float:
-    """Median seconds of `call` on the current stream, by CUDA events.
-
-    With `lead_cycles` the GPU waits for that many cycles first. The host gets ahead meanwhile, so the figure leaves out
-    what launches cost the host.
-    """
+def time_cuda(call: Callable[[], Any], *, repeats: int = 7, warmup: int = 2) -> float:
+    """Median seconds of `call` on the current stream. What is compared is timed by `timing.in_turn` instead."""
     for _ in range(warmup):
         call()
-    seconds = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if lead_cycles:
-            torch.cuda._sleep(lead_cycles)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
+    return statistics.median(cuda_seconds(call) for _ in range(repeats))
 
 
 def copy_rate(num_bytes: int = 4 << 30) -> float:

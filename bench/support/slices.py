@@ -7,15 +7,12 @@ in nothing but their layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slicedkv import SlicedKVCache
-
-from .common import time_cuda
 
 MIN_BYTES = 768 << 20
 """Bytes that one timing reads at least: many times the GPU's L2, so that it holds nothing of the timing before."""
@@ -78,9 +75,9 @@ class Memory:
         return shape.plane_elements <= self.elements
 
     def places(self, shape: Shape) -> list[Place]:
-        """Layers for one timing; where the L2 would hold those of one cache, those of several."""
+        """All layers, for one timing; where the L2 would hold those of one cache, those of several."""
         copies = self.elements // shape.plane_elements
-        needed = min(MAX_CALLS, max(2, math.ceil(MIN_BYTES / shape.layer_bytes)))
+        needed = min(MAX_CALLS, max(shape.layers, math.ceil(MIN_BYTES / shape.layer_bytes)))
         return [Place(i % shape.layers, i // shape.layers) for i in range(min(needed, copies * shape.layers))]
 
     def sliced(self, shape: Shape, place: Place) -> tuple[Tensor, Tensor]:
@@ -99,17 +96,6 @@ class Memory:
     def _views(self, shape: Shape, strides: tuple[int, ...], offset: int) -> tuple[Tensor, Tensor]:
         size = (shape.batch, shape.length, shape.heads, HEAD_DIM)
         return self.k.as_strided(size, strides, offset), self.v.as_strided(size, strides, offset)
-
-
-def time_calls(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Median seconds a call, from one CUDA graph of all calls: no launch gaps, no call twice in a row."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return time_cuda(graph.replay, repeats=repeats, warmup=1) / len(calls)
 
 
 def shuffled_pages(shape: Shape, page_tokens: int = 16) -> Tensor:
