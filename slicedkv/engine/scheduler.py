@@ -4,8 +4,7 @@ It does continuous batching, chunked prefill and preemption. It owns the queues 
 uses a cache's public interface.
 
 A step has one token for every decoding request, then chunks of prompts in order of arrival, then new requests while
-slots and memory last. While the device computes a step, the requests of the next one are admitted. A request that comes
-with many pages waits for that, rather than have the whole step wait until they are mapped.
+slots and memory last. While the device computes a step, the requests of the next one are admitted.
 
 Requests are admitted first come, first served. When memory runs short, what is kept for later requests is given up
 (`prefix_cache`). If that does not suffice, the youngest running request gives its pages back and returns to the head of
@@ -26,9 +25,6 @@ from .request import FinishReason, Request, RequestState
 from .served_cache import ServedCache
 
 __all__ = ["Scheduler"]
-
-_PAGES_NOW = 8
-"""Pages over all planes that newcomers of a step may need at once: to map them takes a fraction of a millisecond."""
 
 
 class Scheduler:
@@ -100,8 +96,6 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Back every row that the next step writes, and return the step. None: there is nothing to do.
-
-        Call `complete` and `admit_ahead` once the step is on its way.
 
         Raises
         ------
@@ -192,14 +186,7 @@ class Scheduler:
             if q_len := min(request.num_pending, budget):
                 chosen.append((request, q_len))
                 budget -= q_len
-        new_pages = 0
-        while may_admit and budget and self.waiting:
-            new_pages += self.admission.pages(self.waiting[0].num_tokens)
-            if chosen and new_pages > _PAGES_NOW and self._is_head_fresh():
-                break  # `admit_ahead` takes it, and its pages are mapped while the device computes
-            newcomer = self._admit_next()
-            if newcomer is None:
-                break
+        while may_admit and budget and (newcomer := self._admit_next()):
             chosen.append((newcomer, min(newcomer.num_pending, budget)))
             budget -= chosen[-1][1]
         requests, q_lens = zip(*chosen, strict=True)

@@ -134,10 +134,8 @@ def test_rows_that_cannot_come_back_alone_are_computed_again(make_cache):
     older, younger = (Request(index, [1] * 100, FREE) for index in range(2))
     for request in (older, younger):
         scheduler.add(request)
-    for _ in range(2):  # the younger one comes in the second step, its pages are mapped in the first
-        scheduler.complete(scheduler.schedule())
-        scheduler.admit_ahead()
-        older.accept(7)
+    plan = scheduler.schedule()
+    scheduler.complete(plan)
     scheduler._preempt(younger)
     assert younger.swapped is not None
     scheduler.abort(older)

@@ -114,24 +114,6 @@ def test_what_the_next_step_begins_with_is_admitted_while_this_one_is_computed(s
     assert scheduler._cache.stats().active_slots == 0
 
 
-def test_many_pages_are_mapped_while_others_are_computed(schedule):
-    """A newcomer with more pages than `_PAGES_NOW` comes a step later, unless it would come alone."""
-    scheduler = schedule(60, budget=200)
-    everyone = [request(request_id, prompt) for request_id, prompt in enumerate([100, 80, 2, 90])]
-    for one in everyone[:2]:
-        scheduler.add(one)
-    assert advance(scheduler, ahead=True) == {0: 100}, "alone, it would have nothing to wait behind"
-    assert advance(scheduler, ahead=True) == {0: 1, 1: 80}
-    for one in everyone[2:]:
-        scheduler.add(one)
-    mapped = scheduler._cache.stats().mapped_bytes
-    assert advance(scheduler, ahead=True) == {0: 1, 1: 1, 2: 2}, "a page of K and one of V are mapped in no time"
-    assert scheduler._cache.stats().mapped_bytes >= mapped + 2 * 6 * PAGE, "the last one's are mapped ahead"
-    assert advance(scheduler, ahead=True) == {0: 1, 1: 1, 2: 1, 3: 90}
-    for one in everyone:
-        scheduler.abort(one)
-
-
 def test_nobody_is_admitted_ahead_into_memory_that_tokens_to_come_need(schedule):
     """Two tokens more fill the first's page: its next one needs another."""
     scheduler = schedule(3, budget=15)
