@@ -102,7 +102,7 @@ def test_questions_about_documents_share_them(serving, tiny_model, monkeypatch, 
             assert engine.cache.stats().mapped_bytes == 0, "what is kept is to be had"
     assert found[True] == found[False]
     assert cached[False] == 0
-    assert cached[True] >= 7 * 240
+    assert cached[True] >= 5 * 256, "at first, several ask about one that nobody has computed"
 
 
 def test_known_pages_go_when_memory_is_short(serving, tiny_model):
