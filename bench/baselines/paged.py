@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slicedkv.attention import AttentionBackend, Batch
+from slicedkv.attention.base import LayerKind
 from slicedkv.attention.batch import PADDED, Lane
 from slicedkv.attention.flashinfer import WrapperPlans
 from slicedkv.layout import KVLayout, ceil_div
@@ -276,7 +277,7 @@ class PagedBackend(AttentionBackend):
         owners, positions, indptr, last = self._append_lanes
         flashinfer.append_paged_kv_cache(k, v, owners, positions, self.cache.pages[layer], self._numbers, indptr, last)
 
-    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, kind: LayerKind) -> None:
         rows = self._decode_rows
         if rows:
             self._decoder.run(q[:rows], self.cache.pages[layer], out=out[:rows])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,23 @@ def available_backends(
 
 
 def choose_backend(
-    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options: Any
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
+    *,
+    needs: Collection[str] = (),
+    **options: Any,
 ) -> Choice:
-    """Return what "auto" takes: the first backend that runs there and knows these options.
+    """Return what "auto" takes: the first backend that runs there, has what is needed and knows these options.
+
+    Parameters
+    ----------
+    device, dtype, head_dim
+        Of the cache.
+    needs : collection of str
+        What `AttentionBackend.features` must hold: "window", "soft_cap", "sinks".
+    **options
+        For the backend.
 
     Raises
     ------
@@ -88,13 +103,17 @@ def choose_backend(
         reason = next(filter(None, (_missing(name, device, dtype, head_dim) for name in choice.backends)), None)
         if reason is None and (unknown := _unknown(_load(choice.name), options)):
             reason = f"has no option {', '.join(unknown)}"
+        if reason is None and (lacking := _lacking(choice.name, needs)):
+            reason = f"has no {', '.join(lacking)}"
         if reason is None:
             return choice
         reasons[f"{'+'.join(choice.backends)}: {reason}"] = None
     raise BackendUnavailableError(f"no attention backend for {dtype} on {device}: {'; '.join(reasons)}")
 
 
-def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: Any) -> AttentionBackend:
+def open_backend(
+    name: str, cache: KVSource, *, num_qo_heads: int, needs: Collection[str] = (), **options: Any
+) -> AttentionBackend:
     """Return a backend for `cache`.
 
     Parameters
@@ -103,13 +122,15 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
         A backend's name, or "auto" for what `choose_backend` finds.
     cache : KVSource
     num_qo_heads : int
+    needs : collection of str
+        As for `choose_backend`.
     **options
         `scale`, `causal` and what the backend adds; see `AttentionBackend`.
 
     Raises
     ------
     ConfigError
-        No backend has this name, it has no such option, or a value does not fit.
+        No backend has this name, it has no such option or lacks what is needed, or a value does not fit.
     BackendUnavailableError
         The backend cannot run here; the message says why.
     """
@@ -117,7 +138,7 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
         raise ConfigError(f"backend is {name!r}; use 'auto' or one of {', '.join(_BACKENDS)}")
     first = cache.k(0)
     if name == "auto":
-        choice = choose_backend(first.device, first.dtype, first.shape[-1], **options)
+        choice = choose_backend(first.device, first.dtype, first.shape[-1], needs=needs, **options)
         name, options = choice.name, {**choice.options, **options}
     for used in _used(name, options):
         if (reason := _missing(used, first.device, first.dtype, first.shape[-1])) is not None:
@@ -126,7 +147,13 @@ def open_backend(name: str, cache: KVSource, *, num_qo_heads: int, **options: An
     backend = _load(name)
     if unknown := _unknown(backend, options):
         raise ConfigError(f"backend {name!r} has no option {', '.join(unknown)}; it has {', '.join(_options(backend))}")
+    if lacking := _lacking(name, needs):
+        raise ConfigError(f"backend {name!r} has no {', '.join(lacking)}; 'triton', 'sdpa' and 'reference' have")
     return backend(cache, num_qo_heads=num_qo_heads, **options)
+
+
+def _lacking(name: str, needs: Collection[str]) -> list[str]:
+    return sorted(set(needs) - _load(name).features)
 
 
 def _choices(device: torch.device) -> tuple[Choice, ...]:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +20,41 @@ from ..errors import ConfigError, StateError
 from .batch import PADDED, Batch, Lane
 from .gradients import refuse_backward, wants_gradient
 
-__all__ = ["FLOAT8_DTYPES", "FLOAT_DTYPES", "KV", "AttentionBackend", "KVSource", "is_hopper", "missing_for_half"]
+__all__ = [
+    "FLOAT8_DTYPES",
+    "FLOAT_DTYPES",
+    "KV",
+    "PLAIN",
+    "AttentionBackend",
+    "KVSource",
+    "LayerKind",
+    "is_hopper",
+    "missing_for_half",
+]
 
 KV = tuple[Tensor, Tensor]
 """K and V of one layer, each ``[B, L, H, D]``."""
+
+
+class LayerKind(NamedTuple):
+    """What a layer's attention has beside causal attention over all tokens.
+
+    Attributes
+    ----------
+    window : int or None
+        How many tokens a token sees, itself included.
+    soft_cap : float or None
+        Scores s become ``soft_cap * tanh(s / soft_cap)``.
+    sinks : Tensor or None
+        ``[num_qo_heads]``: a score for each head that takes part in the softmax and adds nothing to the result.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = LayerKind()
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -89,6 +120,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     fills_padding: ClassVar[bool] = False
     """Whether `_run` itself writes the zeros of padded lanes."""
+    features: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `LayerKind` that `run` can take."""
 
     def __init__(self, cache: KVSource, *, num_qo_heads: int, scale: float | None = None, causal: bool = True) -> None:
         first = cache.k(0)
@@ -189,7 +222,16 @@ class AttentionBackend(ABC):
         else:
             self._append(layer, _contiguous(k), _contiguous(v))
 
-    def run(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor | None = None,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from the new tokens to all tokens of their requests in `layer`.
 
         Parameters
@@ -201,6 +243,8 @@ class AttentionBackend(ABC):
         out : Tensor, optional
             Where to write: shape, dtype and device of `q`, last dimension contiguous. Rows of padded lanes become
             zeros.
+        window, soft_cap, sinks
+            See `LayerKind`; for a backend that has them among its `features`.
 
         Returns
         -------
@@ -210,11 +254,14 @@ class AttentionBackend(ABC):
         Raises
         ------
         ConfigError, StateError
-            As `append`. Or `out` is given and an input requires a gradient, which torch's own functions refuse, too.
+            As `append`; the backend lacks a feature. Or `out` is given and an input requires a gradient, which torch's
+            own functions refuse, too.
         """
         self._check("q", q, self.num_qo_heads)
         if out is not None:
             self._check_out(out, q)
+        is_plain = window is None and soft_cap is None and sinks is None
+        kind = PLAIN if is_plain else self._check_kind(LayerKind(window, soft_cap, sinks))
         sources = (q, *self._written.get(layer, ()))
         differentiated = wants_gradient(*sources)
         if differentiated and out is not None:
@@ -227,9 +274,27 @@ class AttentionBackend(ABC):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         for begin, end in self._padding:
             out[begin:end].zero_()
-        self._run(layer, _contiguous(q.detach() if differentiated else q), out)
+        self._run(layer, _contiguous(q.detach() if differentiated else q), out, kind)
         self._written.pop(layer, None)
         return refuse_backward(out, *sources) if differentiated else out
+
+    def _check_kind(self, kind: LayerKind) -> LayerKind:
+        for name, value in kind._asdict().items():
+            if value is not None and name not in self.features:
+                able = "'triton', 'sdpa' and 'reference'"
+                raise ConfigError(f"a layer has {name}, and backend {self.name!r} has not; backends {able} have")
+        if kind.window is not None:
+            check_int("window", kind.window, 1)
+            if not self.causal:
+                raise ConfigError(f"window is {kind.window} without causal; a window reaches back from a token")
+        if kind.soft_cap is not None and not 0 < kind.soft_cap < math.inf:
+            raise ConfigError(f"soft_cap is {kind.soft_cap}; it must be positive and finite")
+        if kind.sinks is not None and (kind.sinks.shape != (self.num_qo_heads,) or kind.sinks.device != self.device):
+            raise ConfigError(
+                f"sinks has shape {tuple(kind.sinks.shape)} on {kind.sinks.device}; it must be ({self.num_qo_heads},) "
+                f"on {self.device}"
+            )
+        return kind
 
     def _check_out(self, out: Tensor, q: Tensor) -> None:
         self._check("out", out, self.num_qo_heads)
@@ -294,7 +359,7 @@ class AttentionBackend(ABC):
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None: ...
 
     @abstractmethod
-    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, kind: LayerKind) -> None:
         """Fill the rows of real lanes of `out`; `run` has zeroed the others."""
 
 

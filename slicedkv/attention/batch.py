@@ -33,6 +33,10 @@ class Lane(NamedTuple):
         """Number of tokens before the new ones: the position of the first new one."""
         return self.seq_len - self.q_len
 
+    def first_seen(self, window: int | None) -> int:
+        """Return the first token that any of the new ones sees: none of those before takes part in anything."""
+        return 0 if window is None else max(0, self.past_len + 1 - window)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

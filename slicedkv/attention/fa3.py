@@ -12,7 +12,7 @@ import fa3_fwd_interface  # noqa: F401  makes torch.ops.fa3_fwd known
 import torch
 from torch import Tensor
 
-from .base import KVSource, is_hopper
+from .base import KVSource, LayerKind, is_hopper
 from .long_lanes import LongLaneBackend
 
 __all__ = ["FlashAttention3Backend", "attend"]
@@ -31,6 +31,7 @@ class FlashAttention3Backend(LongLaneBackend):
     """FlashAttention 3 backend; see `AttentionBackend`. bfloat16, on Hopper."""
 
     name: ClassVar[str] = "fa3"
+    features: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, cache: KVSource, *, num_qo_heads: int, scale: float | None = None, causal: bool = True) -> None:
         super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
@@ -44,5 +45,5 @@ class FlashAttention3Backend(LongLaneBackend):
             return "needs a Hopper GPU, compute capability 9"
         return None if dtype == torch.bfloat16 else f"has no kernels for {dtype}; fa3-fwd is built for bfloat16"
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kind: LayerKind) -> None:
         attend(q, k, v, out, scale=self.scale, causal=self.causal)

@@ -12,7 +12,7 @@ import torch
 from flash_attn.cute import flash_attn_func
 from torch import Tensor
 
-from .base import KVSource, missing_for_half
+from .base import KVSource, LayerKind, missing_for_half
 from .long_lanes import LongLaneBackend
 
 __all__ = ["FlashAttention4Backend", "attend"]
@@ -50,6 +50,7 @@ class FlashAttention4Backend(LongLaneBackend):
     """
 
     name: ClassVar[str] = "fa4"
+    features: ClassVar[frozenset[str]] = frozenset({"window", "soft_cap"})
 
     def __init__(
         self,
@@ -78,5 +79,5 @@ class FlashAttention4Backend(LongLaneBackend):
             else f"head_dim is {head_dim}; it takes multiples of 16 up to {most}"
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        attend(q, k, v, out, scale=self.scale, causal=self.causal, window=self.window, soft_cap=self.soft_cap)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kind: LayerKind) -> None:
+        attend(q, k, v, out, scale=self.scale, causal=self.causal, window=kind.window, soft_cap=kind.soft_cap)

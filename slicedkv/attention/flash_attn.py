@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from .base import KV, KVSource, missing_for_half
+from .base import KV, KVSource, LayerKind, missing_for_half
 from .batch import PADDED, Batch, Lane
 from .long_lanes import LongLaneBackend
 
@@ -25,6 +25,7 @@ class FlashAttentionBackend(LongLaneBackend):
     """FlashAttention 2 backend; see `AttentionBackend`. float16 and bfloat16, on Ampere and newer."""
 
     name: ClassVar[str] = "flash_attn"
+    features: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, cache: KVSource, *, num_qo_heads: int, scale: float | None = None, causal: bool = True) -> None:
         super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
@@ -52,7 +53,7 @@ class FlashAttentionBackend(LongLaneBackend):
             self._real = torch.tensor(real, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
             self._slots, self._lens = self._slots[self._real], self._lens[self._real]
 
-    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         shape = (self._decode_lanes, self._decode_q_len, *q.shape[1:])
         lanes, result = q.reshape(shape), out.view(shape)
         if self._real is None:
@@ -68,5 +69,5 @@ class FlashAttentionBackend(LongLaneBackend):
         )  # fmt: skip
         return mixed
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kind: LayerKind) -> None:
         out.copy_(flash_attn_func(q, k, v, softmax_scale=self.scale, causal=self.causal))

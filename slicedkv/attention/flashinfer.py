@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..triton_kernels.checks import ceil_div
-from .base import KV, KVSource, missing_for_half
+from .base import KV, KVSource, LayerKind, missing_for_half
 from .batch import PADDED, Batch, Lane
 from .long_lanes import LaneKernel, LongLaneBackend, open_lane_kernel
 from .paged_view import PagedView, PageTable, ramps
@@ -82,6 +82,7 @@ class FlashInferBackend(LongLaneBackend):
     """
 
     name: ClassVar[str] = "flashinfer"
+    features: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
@@ -238,9 +239,9 @@ class FlashInferBackend(LongLaneBackend):
             pages = self._pages(layer, self._look_up(layer))
             flashinfer.append_paged_kv_cache(k, v, owners, positions, pages, *table)
 
-    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         if not self._decodes_itself:
-            super()._run_decode(layer, q, cached, out)
+            super()._run_decode(layer, q, cached, out, kind)
         elif self._decoder is None:
             out.zero_()
         else:
@@ -248,10 +249,10 @@ class FlashInferBackend(LongLaneBackend):
             for begin, end in self._padding:
                 out[begin:end].zero_()
 
-    def _run_short(self, layer: int, short: Any, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_short(self, layer: int, short: Any, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         short.run(q, self._pages(layer, cached), out=out)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kind: LayerKind) -> None:
         self._lane_kernel(q, k, v, out)
 
     def _attend_itself(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..triton_kernels import prefill_attention
-from .base import KV, KVSource
+from .base import KV, KVSource, LayerKind
 from .batch import Batch, Lane
 from .triton import TritonBackend
 
@@ -75,7 +74,7 @@ class LongLaneBackend(TritonBackend):
         self._spans: list[Span] = []
 
     @abstractmethod
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kind: LayerKind) -> None:
         """See `LaneKernel`."""
 
     def _is_long(self, lane: Lane, *, alone: bool) -> bool:
@@ -125,29 +124,27 @@ class LongLaneBackend(TritonBackend):
         reqids, seq_lens, cu_q_lens = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         return reqids, cu_q_lens, seq_lens, max(lane.q_len for lane in lanes)
 
-    def _run_short(self, layer: int, short: Any, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_short(self, layer: int, short: Any, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         *numbers, max_q_len = short
-        prefill_attention(
-            q, *cached, *numbers, causal=self.causal, window=self.window, max_q_len=max_q_len, out=out, **self._options
-        )
+        self._prefill(q, cached, tuple(numbers), max_q_len, out, kind)
 
-    def _run_prefill(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_prefill(self, layer: int, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         for span in self._spans:
             if span.lane is None:
-                self._run_short(layer, span.short, q[span.rows], cached, out[span.rows])
+                self._run_short(layer, span.short, q[span.rows], cached, out[span.rows], kind)
             else:
-                self._run_long(span.lane, q[None, span.rows], cached, out[None, span.rows])
+                self._run_long(span.lane, q[None, span.rows], cached, out[None, span.rows], kind)
 
-    def _run_long(self, lane: Lane, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_long(self, lane: Lane, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         for begin in range(0, lane.q_len, self.queries_a_call):
             end = min(begin + self.queries_a_call, lane.q_len)
             seen = lane.past_len + end if self.causal else lane.seq_len
-            first = 0 if self.window is None else max(0, lane.past_len + begin + 1 - self.window)
+            first = 0 if kind.window is None else max(0, lane.past_len + begin + 1 - kind.window)
             k, v = (_rows_of(lane.reqid, first, seen, rows) for rows in cached)
             if end - begin < lane.q_len:
-                self._attend(q[:, begin:end], k, v, out[:, begin:end])
+                self._attend(q[:, begin:end], k, v, out[:, begin:end], kind)
             else:
-                self._attend(q, k, v, out)
+                self._attend(q, k, v, out, kind)
 
 
 def _rows_of(reqid: int, begin: int, end: int, rows: Tensor) -> Tensor:

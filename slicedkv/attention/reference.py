@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionBackend, KVSource
-from .batch import Lane
+from .base import AttentionBackend, KVSource, LayerKind
+from .plain import attend
 
 __all__ = ["ReferenceBackend"]
 
@@ -27,6 +27,7 @@ class ReferenceBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "reference"
+    features: ClassVar[frozenset[str]] = frozenset(LayerKind._fields)
 
     def __init__(
         self,
@@ -54,20 +55,12 @@ class ReferenceBackend(AttentionBackend):
             k_slice[lane.reqid, lane.past_len : lane.seq_len] = k[lane.begin : lane.end].to(self.dtype)
             v_slice[lane.reqid, lane.past_len : lane.seq_len] = v[lane.begin : lane.end].to(self.dtype)
 
-    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, kind: LayerKind) -> None:
         k_slice, v_slice = self.cache.k(layer), self.cache.v(layer)
         for lane in self._lanes:
-            # Cut to the length before any arithmetic: whatever lies behind it, NaN included, cannot take part.
-            k = k_slice[lane.reqid, : lane.seq_len].to(self.compute_dtype)
-            v = v_slice[lane.reqid, : lane.seq_len].to(self.compute_dtype)
+            # Cut before any arithmetic: what lies behind the length or before the window, NaN included, has no part.
+            seen = slice(lane.first_seen(kind.window), lane.seq_len)
+            k, v = (rows[lane.reqid, seen].to(self.compute_dtype) for rows in (k_slice, v_slice))
             rows = slice(lane.begin, lane.end)
-            out[rows] = self._attend(lane, q[rows].to(self.compute_dtype), k, v).to(out.dtype)
-
-    def _attend(self, lane: Lane, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = q.reshape(lane.q_len, self.num_kv_heads, self.group_size, self.head_dim)
-        scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * self.scale
-        if self.causal:
-            visible = torch.ones(lane.q_len, lane.seq_len, dtype=torch.bool, device=q.device).tril(lane.past_len)
-            scores = scores.masked_fill(~visible, float("-inf"))
-        mixed = torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), v)
-        return mixed.flatten(1, 2)
+            found = attend(q[rows].to(self.compute_dtype), k, v, scale=self.scale, causal=self.causal, kind=kind)
+            out[rows] = found.to(out.dtype)

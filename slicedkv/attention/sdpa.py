@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from .base import FLOAT8_DTYPES, AttentionBackend, KVSource
+from .base import FLOAT8_DTYPES, AttentionBackend, KVSource, LayerKind
 from .batch import Batch, Lane
+from .plain import attend, visible
 
 __all__ = ["SDPABackend"]
 
 
 class SDPABackend(AttentionBackend):
-    """SDPA backend; see `AttentionBackend`."""
+    """SDPA backend; see `AttentionBackend`. Capped scores and sinks, which torch's function lacks, are plain torch."""
 
     name: ClassVar[str] = "sdpa"
+    features: ClassVar[frozenset[str]] = frozenset(LayerKind._fields)
 
     def __init__(self, cache: KVSource, *, num_qo_heads: int, scale: float | None = None, causal: bool = True) -> None:
         super().__init__(cache, num_qo_heads=num_qo_heads, scale=scale, causal=causal)
@@ -48,14 +50,25 @@ class SDPABackend(AttentionBackend):
             for lane in self._lanes:
                 rows[lane.reqid, lane.past_len : lane.seq_len] = new[lane.begin : lane.end]
 
-    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, kind: LayerKind) -> None:
         k_slice, v_slice = self.cache.k(layer), self.cache.v(layer)
         for lane in self._lanes:
-            k = k_slice[lane.reqid, : lane.seq_len].transpose(0, 1)[None]
-            v = v_slice[lane.reqid, : lane.seq_len].transpose(0, 1)[None]
-            rows = q[lane.begin : lane.end]
-            attend = self._attend_one if lane.q_len == 1 else self._attend_many
-            out[lane.begin : lane.end] = attend(rows, k, v)
+            first = lane.first_seen(kind.window)
+            k, v = (rows[lane.reqid, first : lane.seq_len] for rows in (k_slice, v_slice))
+            rows = slice(lane.begin, lane.end)
+            out[rows] = self._attend(q[rows], k, v, kind)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kind: LayerKind) -> Tensor:
+        if kind.soft_cap is not None or kind.sinks is not None:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            found = attend(*(rows.to(wide) for rows in (q, k, v)), scale=self.scale, causal=self.causal, kind=kind)
+            return found.to(q.dtype)
+        k, v = (rows.transpose(0, 1)[None] for rows in (k, v))
+        if q.shape[0] == 1:
+            return self._attend_one(q, k, v)
+        if kind.window is not None and kind.window < k.shape[2]:
+            return self._attend_chunk(q, k, v, visible(q.shape[0], k.shape[2], kind.window, q.device))
+        return self._attend_many(q, k, v)
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One new token sees everything, so a group of query heads can be the query rows of its KV head."""
@@ -65,21 +78,20 @@ class SDPABackend(AttentionBackend):
 
     def _attend_many(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.causal and q.shape[0] < k.shape[2]:
-            return self._attend_chunk(q, k, v)
+            return self._attend_chunk(q, k, v, causal_lower_right(q.shape[0], k.shape[2]))
         mixed = scaled_dot_product_attention(
             q.transpose(0, 1)[None], k, v, is_causal=self.causal, scale=self.scale, enable_gqa=self.group_size > 1
         )
         return mixed[0].transpose(0, 1)
 
-    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from later tokens of a request: they need a lower-right bias, since is_causal aligns top left.
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """Attend where `is_causal`, which aligns top left, does not say who sees whom, and a bias does.
 
         Not every kernel groups heads with this bias, but all take a stride of 0. So KV heads become the batch, and each
         serves its group of query heads without being repeated.
         """
-        q_len, seq_len = q.shape[0], k.shape[2]
+        q_len = q.shape[0]
         grouped = q.reshape(q_len, self.num_kv_heads, self.group_size, self.head_dim).permute(1, 2, 0, 3)
         k, v = (rows.transpose(0, 1).expand(-1, self.group_size, -1, -1) for rows in (k, v))
-        bias = causal_lower_right(q_len, seq_len)
         mixed = scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=self.scale)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, self.num_qo_heads, self.head_dim)

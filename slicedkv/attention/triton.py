@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..triton_kernels import append_kv, decode_attention, decode_workspace_numel, prefill_attention
 from ..triton_kernels.checks import E4M3_CAPABILITY, FLOAT8_DTYPES, FLOAT_DTYPES, MAX_HEAD_DIM, ceil_div, interpreted
 from ..triton_kernels.decode_plan import MAX_ROWS
-from .base import KV, AttentionBackend, KVSource
+from .base import KV, AttentionBackend, KVSource, LayerKind
 from .batch import Batch, Lane
 
 __all__ = ["TritonBackend"]
@@ -40,6 +40,7 @@ class TritonBackend(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     fills_padding: ClassVar[bool] = True
+    features: ClassVar[frozenset[str]] = frozenset(LayerKind._fields)
 
     def __init__(
         self,
@@ -64,9 +65,8 @@ class TritonBackend(AttentionBackend):
                 raise ConfigError(f"{option} is {value}; it must be positive and finite")
         self.soft_cap, self.k_scale, self.v_scale = soft_cap, k_scale, v_scale
         self._graph_index: Tensor | None = None
-        self._workspaces: dict[int, Tensor] = {}
-        self._workspace: Tensor | None = None
-        self._has_workspace = False
+        self._workspaces: dict[tuple[int, int | None], Tensor] = {}  # by captured lanes and window
+        self._planned: dict[int | None, Tensor | None] = {}  # of the plan, by window
         self._decode_lanes = self._decode_q_len = self._max_q_len = self._longest = 0
         self._graph = self._uneven = False
         self._cu_q_lens: Tensor | None = None
@@ -108,7 +108,8 @@ class TritonBackend(AttentionBackend):
         longest = max((1, *lens))
         self._longest = self.max_seq_len if graph else _rounded(longest)
         self._uneven = graph or longest * len(lens) > _EVEN * sum(lens)
-        self._graph, self._has_workspace = graph, False
+        self._graph = graph
+        self._planned.clear()
 
     def _upload(self, batch: Batch, *, graph: bool) -> None:
         """Bring reqids, lengths and ends of lanes to the device, for graphs to the place they were captured with."""
@@ -134,51 +135,72 @@ class TritonBackend(AttentionBackend):
         k_cache, v_cache = self._look_up(layer)
         append_kv(k, v, k_cache, v_cache, *lanes, k_scale=self.k_scale, v_scale=self.v_scale)
 
-    def _run(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, kind: LayerKind) -> None:
         rows = self._decode_lanes * self._decode_q_len
         cached = self._take_rows(layer)
+        kind = LayerKind(kind.window or self.window, kind.soft_cap or self.soft_cap, kind.sinks)
         if rows:
-            self._run_decode(layer, q[:rows], cached, out[:rows])
+            self._run_decode(layer, q[:rows], cached, out[:rows], kind)
         if rows < len(q):
-            self._run_prefill(layer, q[rows:], cached, out[rows:])
+            self._run_prefill(layer, q[rows:], cached, out[rows:], kind)
 
-    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
-        k, v = cached
+    def _run_decode(self, layer: int, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         shape: dict[str, Any] = {
-            "q_len": self._decode_q_len, "window": self.window, "max_seq_len": self._longest, "uneven": self._uneven
+            "q_len": self._decode_q_len, "window": kind.window, "max_seq_len": self._longest, "uneven": self._uneven
         }  # fmt: skip
-        if not self._has_workspace:  # of one size for all layers
-            self._workspace, self._has_workspace = self._find_workspace(q, k, v, shape), True
-        decode_attention(
+        if kind.window not in self._planned:  # of one size for all layers with this window
+            self._planned[kind.window] = self._find_workspace(q, cached, shape)
+        k, v = cached
+        found = decode_attention(
             q, k, v, self._reqids[: self._decode_lanes], self._seq_lens[: self._decode_lanes],
-            workspace=self._workspace, out=out, **self._options, **shape,
+            workspace=self._planned[kind.window], out=out, **self._options(kind), **shape,
         )  # fmt: skip
+        _sink(found, kind)
 
-    def _run_prefill(self, layer: int, q: Tensor, cached: KV, out: Tensor) -> None:
+    def _run_prefill(self, layer: int, q: Tensor, cached: KV, out: Tensor, kind: LayerKind) -> None:
         lanes = slice(self._decode_lanes, None)
-        prefill_attention(
-            q, *cached, self._reqids[lanes], self._prefill_cu, self._seq_lens[lanes],
-            causal=self.causal, window=self.window, max_q_len=self._max_q_len, out=out, **self._options,
+        self._prefill(
+            q, cached, (self._reqids[lanes], self._prefill_cu, self._seq_lens[lanes]), self._max_q_len, out, kind
+        )
+
+    def _prefill(
+        self, q: Tensor, cached: KV, lanes: tuple[Tensor, ...], max_q_len: int, out: Tensor, kind: LayerKind
+    ) -> None:
+        """One launch of the prefill kernel; `lanes` are reqids, ends of their rows in `q`, and lengths."""
+        found = prefill_attention(
+            q, *cached, *lanes, causal=self.causal, window=kind.window, max_q_len=max_q_len, out=out,
+            **self._options(kind),
         )  # fmt: skip
+        _sink(found, kind)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "soft_cap": self.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale}
+    def _options(self, kind: LayerKind) -> dict[str, Any]:
+        return {
+            "scale": self.scale, "soft_cap": kind.soft_cap, "k_scale": self.k_scale, "v_scale": self.v_scale,
+            "return_lse": kind.sinks is not None,
+        }  # fmt: skip
 
-    def _find_workspace(self, q: Tensor, k: Tensor, v: Tensor, shape: dict[str, Any]) -> Tensor | None:
+    def _find_workspace(self, q: Tensor, cached: KV, shape: dict[str, Any]) -> Tensor | None:
         """Room for the parts of a split, kept: one for all steps, and one for each captured number of lanes."""
-        needed = decode_workspace_numel(q, k, v, **shape)
+        needed = decode_workspace_numel(q, *cached, **shape)
         if not needed:
             return None
-        kind = len(q) if self._graph else 0
-        if kind not in self._workspaces or self._workspaces[kind].numel() < needed:
-            self._workspaces[kind] = self._kept(needed, torch.float32)
-        return self._workspaces[kind]
+        key = len(q) if self._graph else 0, shape["window"]
+        if key not in self._workspaces or self._workspaces[key].numel() < needed:
+            self._workspaces[key] = self._kept(needed, torch.float32)
+        return self._workspaces[key]
 
     def _kept(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer that outlives its step, and may be written in and outside inference mode."""
         with torch.inference_mode(False):
             return torch.empty(length, dtype=dtype, device=self.device)
+
+
+def _sink(found: Tensor | tuple[Tensor, Tensor], kind: LayerKind) -> None:
+    """Give the sinks their part of each row's softmax: the result shrinks by what they take."""
+    if kind.sinks is None:
+        return
+    out, lse = found
+    out.mul_(torch.sigmoid(lse - kind.sinks.to(lse.dtype))[..., None].to(out.dtype))
 
 
 def _rounded(length: int) -> int:

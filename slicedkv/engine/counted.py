@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..integrations.servable import LayerKinds
 from ..integrations.transformers import PlannedBackend
 
 __all__ = ["CountedBackend"]
@@ -19,13 +20,14 @@ class CountedBackend:
     Parameters
     ----------
     backend : PlannedBackend
-    num_layers : int
-        Layers of the cache.
+    kinds : LayerKinds
+        What the model's config says of its layers.
     """
 
-    def __init__(self, backend: PlannedBackend, num_layers: int) -> None:
+    def __init__(self, backend: PlannedBackend, kinds: LayerKinds) -> None:
         self._backend = backend
-        self._counts = [0] * num_layers
+        self._kinds = kinds
+        self._counts = [0] * len(kinds.windows)
 
     @property
     def scale(self) -> float:
@@ -55,9 +57,32 @@ class CountedBackend:
         self._backend.append(layer, k, v)
         self._counts[layer] += 1
 
-    def run(self, layer: int, q: Tensor) -> Tensor:
-        """As the backend's."""
-        return self._backend.run(layer, q)
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As the backend's.
+
+        Raises
+        ------
+        ConfigError
+            Window or cap are not the config's. The layer would apply them in a mask, and it has none here.
+        """
+        for name, found, expected in (
+            ("a sliding window", window, self._kinds.windows[layer]),
+            ("a cap on scores", soft_cap, self._kinds.soft_cap),
+        ):
+            if found != expected:
+                raise ConfigError(
+                    f"layer {layer} asks for {name} of {found}, and the model's config has {expected}; such a layer "
+                    "cannot be served"
+                )
+        return self._backend.run(layer, q, window=window, soft_cap=soft_cap, sinks=sinks)
 
     def check(self) -> None:
         """Refuse a forward that left layers out; call it when the forward is over.

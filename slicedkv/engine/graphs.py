@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..attention import AttentionBackend, Batch
 from ..attention.batch import PADDED
 from ..errors import ConfigError
-from ..integrations.servable import decoder_config, moving_rope
+from ..integrations.servable import decoder_config, layer_kinds, moving_rope
 from .counted import CountedBackend
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
@@ -47,7 +47,7 @@ class DecodeGraphs:
         if reason:
             raise ConfigError(f"decode steps cannot be captured in CUDA graphs: {reason}; pass cuda_graphs=False")
         self._model, self._backend = model, backend
-        self._num_layers = decoder_config(model).num_hidden_layers
+        self._kinds = layer_kinds(decoder_config(model), backend.max_seq_len)
         self._sizes = graph_sizes(backend.max_batch_size)
         self._inputs = torch.zeros(2 * backend.max_batch_size, dtype=torch.int64, device=backend.device)
         self._captured: dict[int, _Captured] = {}
@@ -112,7 +112,7 @@ class DecodeGraphs:
         return _Captured(graph, logits)
 
     def _run(self, size: int) -> Tensor:
-        counted = CountedBackend(self._backend, self._num_layers)
+        counted = CountedBackend(self._backend, self._kinds)
         output = self._model(
             input_ids=self._inputs[None, :size],
             position_ids=self._inputs[None, size : 2 * size],

@@ -14,6 +14,7 @@ from ..checks import check_int
 from ..config import MemoryLimit, parse_memory_limit
 from ..errors import ConfigError
 from ..integrations.servable import (
+    attention_features,
     attention_scale,
     check_cache,
     check_config,
@@ -147,7 +148,8 @@ def open_runner(
     try:
         if isinstance(backend, str):
             heads, scale = decoder_config(model).num_attention_heads, attention_scale(model)
-            backend = open_backend(backend, cache, num_qo_heads=heads, scale=scale)
+            needs = attention_features(model, cache.layout.max_seq_len)
+            backend = open_backend(backend, cache, num_qo_heads=heads, needs=needs, scale=scale)
         runner = ModelRunner(model, backend, attention, cuda_graphs=cuda_graphs)
         if probing:
             probe(runner, cache)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention import AttentionBackend, Batch
 from ..attention.batch import PADDED
-from ..integrations.servable import decoder_config
+from ..integrations.servable import decoder_config, layer_kinds
 from .counted import CountedBackend
 from .graphs import DecodeGraphs
 from .model_attention import ModelAttention
@@ -53,7 +53,7 @@ class ModelRunner:
         self.backend = backend
         self.attention = attention
         self.graphs = DecodeGraphs(model, backend) if cuda_graphs else None
-        self._num_layers = decoder_config(model).num_hidden_layers
+        self._kinds = layer_kinds(decoder_config(model), backend.max_seq_len)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -106,7 +106,7 @@ class ModelRunner:
             A layer of the model attends more or less than once, or asks for what the backend cannot do.
         """
         self.backend.plan(batch)
-        counted = CountedBackend(self.backend, self._num_layers)
+        counted = CountedBackend(self.backend, self._kinds)
         # The head runs on the wanted rows only: logits of every prompt token would be the largest tensor of the step.
         output = self.model(
             input_ids=self._tensor(tokens)[None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,6 +21,8 @@ except ImportError as error:
     raise BackendUnavailableError("transformers is missing; pip install slicedkv[transformers]") from error
 
 __all__ = [
+    "LayerKinds",
+    "attention_features",
     "attention_scale",
     "check_cache",
     "check_config",
@@ -28,6 +30,7 @@ __all__ = [
     "check_model",
     "decoder_config",
     "geometry",
+    "layer_kinds",
     "moving_rope",
 ]
 
@@ -101,28 +104,22 @@ def check_cache(config: PretrainedConfig, cache: SlicedKVCache) -> None:
 
 
 def check_config(config: PretrainedConfig, max_seq_len: int) -> None:
-    """Refuse models whose attention is not plainly causal over all tokens, up to `max_seq_len`.
+    """Refuse models whose attention is not causal over all tokens or over a window, up to `max_seq_len`.
 
     Raises
     ------
     ConfigError
-        A sliding window shorter than `max_seq_len`, another kind of layer, layers that differ, compressed KV, capped
-        scores, an encoder, or positions that depend on the longest request of a batch or on a token's place in it.
+        Another kind of layer, layers that differ in heads, compressed KV, chunks, an encoder, or positions that depend
+        on the longest request of a batch or on a token's place in it.
     """
     check_alike(config)
     kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < max_seq_len and (not kinds or "sliding_attention" in kinds):
-        raise ConfigError(
-            f"the model attends over a sliding window of {window} tokens, shorter than max_seq_len {max_seq_len}; "
-            f"use max_seq_len <= {window}"
-        )
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     if others:
         raise ConfigError(
             f"the model has layers of kind {', '.join(others)}; only causal attention layers are supported"
         )
-    for field in ("kv_lora_rank", "attn_logit_softcapping", "attention_chunk_size"):
+    for field in ("kv_lora_rank", "attention_chunk_size"):
         if getattr(config, field, None):
             raise ConfigError(f"the model's config has {field} {getattr(config, field)}, which is not supported")
     if getattr(config, "is_encoder_decoder", False):
@@ -130,6 +127,38 @@ def check_config(config: PretrainedConfig, max_seq_len: int) -> None:
     if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [0]):
         raise ConfigError(f"the model's config has attn_temperature_tuning, {_TUNED}")
     _check_rope(config, max_seq_len)
+
+
+class LayerKinds(NamedTuple):
+    """What a config says of its attention layers.
+
+    Attributes
+    ----------
+    windows : list of int or None
+        The sliding window of each layer; None where the longest text fits in it.
+    soft_cap : float or None
+        The cap on scores of all layers.
+    """
+
+    windows: list[int | None]
+    soft_cap: float | None
+
+
+def layer_kinds(config: PretrainedConfig, max_seq_len: int) -> LayerKinds:
+    """Return what a config says of its attention layers, for texts of up to `max_seq_len` tokens."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    slides = window is not None and window < max_seq_len
+    windows = [window if slides and kind == "sliding_attention" else None for kind in kinds]
+    return LayerKinds(windows, getattr(config, "attn_logit_softcapping", None))
+
+
+def attention_features(model: PreTrainedModel, max_seq_len: int) -> frozenset[str]:
+    """Return what an attention backend must have to serve a model, by the names of `LayerKind`."""
+    kinds = layer_kinds(decoder_config(model), max_seq_len)
+    found = {"window": any(kinds.windows), "soft_cap": kinds.soft_cap is not None}
+    found["sinks"] = any(getattr(module, "sinks", None) is not None for _, module in attention_layers(model))
+    return frozenset(name for name, has in found.items() if has)
 
 
 def _check_rope(config: PretrainedConfig, max_seq_len: int) -> None:

@@ -32,9 +32,6 @@ ATTENTION_NAME = "slicedkv"
 """The attention of packed batches, by the name that transformers knows it by."""
 
 _UNSUPPORTED = {
-    "softcap": "capped scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias on positions",
     "indices": "a choice of tokens",
     "block_indices": "a choice of tokens",
@@ -49,7 +46,15 @@ class PlannedBackend(Protocol):
     @property
     def max_seq_len(self) -> int: ...
     def append(self, layer: int, k: Tensor, v: Tensor) -> None: ...
-    def run(self, layer: int, q: Tensor) -> Tensor: ...
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def cache_for_model(
@@ -114,8 +119,8 @@ def packed_attention(
     StateError
         The forward was called without `slicedkv_backend`.
     ConfigError
-        The layer needs what a plan cannot say: a mask, another scale, a sliding window, capped scores, sinks, a choice
-        of tokens, attention both ways.
+        The layer needs what a plan cannot say: a mask, another scale, a choice of tokens, attention both ways. Or the
+        backend lacks what the layer has: a sliding window, capped scores, sinks.
     """
     backend = slicedkv_backend
     if backend is None:
@@ -133,9 +138,6 @@ def packed_attention(
             f"layer {module.layer_idx} scales by {scaling}, the backend by {backend.scale}; pass one that is opened "
             f"with scale={scaling}"
         )
-    window = kwargs.get("sliding_window")
-    if window is not None and window < backend.max_seq_len:
-        raise ConfigError(f"layer {module.layer_idx} has a sliding window of {window} tokens, shorter than max_seq_len")
     if kwargs.get("is_causal") is False:
         raise ConfigError(f"layer {module.layer_idx} attends to more than the tokens before (is_causal is False)")
     for name, meaning in _UNSUPPORTED.items():
@@ -145,7 +147,18 @@ def packed_attention(
             )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     backend.append(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return backend.run(layer, query[0].transpose(0, 1))[None], None
+    return backend.run(layer, query[0].transpose(0, 1), **_kind(kwargs, backend.max_seq_len))[None], None
+
+
+def _kind(kwargs: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """What a layer has beside causal attention over all tokens, by the names of `LayerKind`."""
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    kind = {
+        "window": window if window is not None and window < max_seq_len else None,
+        "soft_cap": kwargs.get("softcap"),
+        "sinks": kwargs.get("sinks") if sinks is None else sinks,
+    }
+    return {name: value for name, value in kind.items() if value is not None}
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

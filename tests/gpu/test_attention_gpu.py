@@ -51,8 +51,8 @@ def fill(cache, layer):
     return Batch(REQIDS, NEW, [past + new for past, new in zip(PAST, NEW, strict=True)])
 
 
-def check(cache, name, batch, num_qo_heads, against=("reference", {}), **options):
-    """Append and attend in the last layer by both backends, and compare what they found."""
+def check(cache, name, batch, num_qo_heads, against=("reference", {}), kind=None, **options):
+    """Append and attend in the last layer, which is of this kind, by both backends; compare what they found."""
     torch.manual_seed(torch.seed())
     layer, tolerance = cache.layout.num_layers - 1, TOLERANCE[cache.dtype]
     k, v, q = (
@@ -63,7 +63,7 @@ def check(cache, name, batch, num_qo_heads, against=("reference", {}), **options
         opened = open_backend(backend, cache, num_qo_heads=num_qo_heads, **own)
         opened.plan(batch)
         opened.append(layer, k, v)
-        found[backend] = opened.run(layer, q).float()
+        found[backend] = opened.run(layer, q, **(kind or {})).float()
     assert bool(found[name].isfinite().all())
     torch.testing.assert_close(found[name], found[against[0]], atol=tolerance, rtol=tolerance)
     for (begin, end), reqid in zip(itertools.pairwise(batch.cu_q_lens), batch.reqids, strict=True):
@@ -150,6 +150,15 @@ def test_windows_and_soft_caps_of_fa4(open_cache, layout, options):
     """Beside the Triton kernels, whose own tests compare them with plain torch."""
     cache = open_cache(layout=layout, dtype=torch.bfloat16)
     check(cache, "fa4", fill(cache, layer=31), 32, against=("triton", options), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("names", ["window", "soft_cap", "sinks", "window soft_cap sinks"])
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
+def test_layers_of_each_kind(open_cache, name, names, dtype):
+    cache = open_cache(dtype=dtype)
+    values = {"window": 300, "soft_cap": 20.0, "sinks": torch.linspace(-3, 5, 32, device=cache.device, dtype=dtype)}
+    check(cache, name, fill(cache, layer=31), 32, kind={key: values[key] for key in names.split()})
 
 
 @pytest.mark.gpu_alone

@@ -56,6 +56,28 @@ CAUSAL = {"is_decoder": True, "is_encoder_decoder": False}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 LONGROPE |= {"original_max_position_embeddings": 32, "partial_rotary_factor": 1.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+WINDOW = 8
+SLIDING = {"sliding_window": WINDOW}
+MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = [
+    ("Mistral", "MistralForCausalLM", SLIDING),
+    ("Mixtral", "MixtralForCausalLM", SLIDING),
+    ("Ministral", "MinistralForCausalLM", MIXED),
+    ("Ministral3", "Ministral3ForCausalLM", SLIDING),
+    ("Qwen2", "Qwen2ForCausalLM", {"use_sliding_window": True, **MIXED}),
+    ("Qwen3", "Qwen3ForCausalLM", {"use_sliding_window": True, **MIXED}),
+    ("Gemma2", "Gemma2ForCausalLM", {**MIXED, "query_pre_attn_scalar": 16}),
+    ("Gemma3Text", "Gemma3ForCausalLM", {**MIXED, "query_pre_attn_scalar": 16}),
+    ("VaultGemma", "VaultGemmaForCausalLM", {**MIXED, "query_pre_attn_scalar": 16}),
+    ("Phi3", "Phi3ForCausalLM", SLIDING),
+    ("GptOss", "GptOssForCausalLM", MIXED),
+    ("Olmo3", "Olmo3ForCausalLM", MIXED),
+    ("Cohere2", "Cohere2ForCausalLM", MIXED),
+    ("Starcoder2", "Starcoder2ForCausalLM", SLIDING),
+    ("Exaone4", "Exaone4ForCausalLM", MIXED),
+    ("Cwm", "CwmForCausalLM", MIXED),
+]
+"""Sliding windows, alone and beside full layers; soft caps (Gemma 2, VaultGemma) and sinks (gpt-oss)."""
 
 
 def build(config, model, **options):
@@ -67,6 +89,15 @@ def build(config, model, **options):
     found = model_class(config_class(**(sizes | options)))
     assert sum(part.numel() for part in found.parameters()) < 4e6, "not tiny"
     return found.float().eval()
+
+
+def perturbed(model, seed=5):
+    """The model with every parameter moved, so that none is a neutral 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 def alone(model, prompt, max_tokens):

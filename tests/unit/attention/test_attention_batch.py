@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -128,7 +130,7 @@ def choose_on(monkeypatch, capability, missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "_missing", lambda name, *_: "not installed" if name in missing else None)
     monkeypatch.setattr(attention, "_unknown", lambda *_: [])
-    monkeypatch.setattr(attention, "_load", lambda name: name)
+    monkeypatch.setattr(attention, "_load", lambda name: SimpleNamespace(features=frozenset()))
     return choose_backend("cuda").backends
 
 
@@ -151,6 +153,19 @@ def test_what_auto_takes_on_a_gpu_depends_on_what_is_there(monkeypatch, capabili
 def test_what_auto_takes_on_hopper(monkeypatch, missing, expected):
     assert choose_on(monkeypatch, (9, 0), missing) == expected
     assert choose_on(monkeypatch, (8, 9), missing) == ["triton" if "flashinfer" in missing else "flashinfer"]
+
+
+def test_what_a_model_needs_decides_too(make_cache, monkeypatch):
+    monkeypatch.setattr(attention, "_missing", lambda *_: None)
+    features = {"flashinfer": set(), "fa3": set(), "triton": {"window", "sinks"}}
+    monkeypatch.setattr(attention, "_load", lambda name: SimpleNamespace(features=features.get(name, set())))
+    monkeypatch.setattr(attention, "_unknown", lambda *_: [])
+    assert choose_backend("cuda").name == "flashinfer"
+    assert choose_backend("cuda", needs={"window"}).name == "triton"
+    with pytest.raises(BackendUnavailableError, match=r"triton: has no soft_cap; .*sdpa: has no soft_cap, window"):
+        choose_backend("cuda", needs={"window", "soft_cap"})
+    with pytest.raises(ConfigError, match="backend 'fa3' has no sinks; 'triton', 'sdpa' and 'reference' have"):
+        open_backend("fa3", make_cache(), num_qo_heads=2, needs={"sinks"})
 
 
 def test_kernels_of_another_backend_must_run_too(make_cache, monkeypatch):

@@ -12,6 +12,7 @@ from slicedkv.engine import Engine, SamplingParams
 from slicedkv.engine.counted import CountedBackend
 from slicedkv.engine.graphs import DecodeGraphs
 from slicedkv.errors import ConfigError
+from slicedkv.integrations.servable import LayerKinds
 from slicedkv.integrations.transformers import attention_scale, cache_for_model
 
 
@@ -27,13 +28,16 @@ def planned(make_cache):
     cache.free_reqid(slot)
 
 
+PLAIN = LayerKinds([None] * 3, None)
+
+
 def rows(value):
     return torch.full((1, 2, 16), float(value))
 
 
 def test_a_second_time_is_refused_before_it_overwrites_the_first(planned):
     cache, slot, backend = planned
-    counted = CountedBackend(backend, 3)
+    counted = CountedBackend(backend, PLAIN)
     counted.append(1, rows(1), rows(2))
     with pytest.raises(ConfigError, match="layer 1 attends 2 times in one forward"):
         counted.append(1, rows(3), rows(4))
@@ -43,7 +47,7 @@ def test_a_second_time_is_refused_before_it_overwrites_the_first(planned):
 
 def test_layers_that_were_left_out_are_named(planned):
     _, _, backend = planned
-    counted = CountedBackend(backend, 3)
+    counted = CountedBackend(backend, PLAIN)
     counted.append(1, rows(1), rows(1))
     with pytest.raises(ConfigError, match=r"layers \[0, 2\] of 3 in the cache got K and V 0 times in one forward"):
         counted.check()
@@ -56,15 +60,31 @@ def test_layers_that_were_left_out_are_named(planned):
 def test_a_layer_that_the_cache_lacks_is_named(planned, layer):
     _, _, backend = planned
     with pytest.raises(ConfigError, match=rf"the model has a layer {layer}, the cache layers \[0, 3\)"):
-        CountedBackend(backend, 3).append(layer, rows(1), rows(1))
+        CountedBackend(backend, PLAIN).append(layer, rows(1), rows(1))
 
 
 def test_what_was_refused_is_not_counted(planned):
     _, _, backend = planned
-    counted = CountedBackend(backend, 3)
+    counted = CountedBackend(backend, PLAIN)
     with pytest.raises(ConfigError, match="k has shape"):
         counted.append(0, rows(1)[:, :1], rows(1))
     counted.append(0, rows(1), rows(1))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asked", "message"),
+    [
+        (LayerKinds([None, 8, None], None), {}, "layer 1 asks for a sliding window of None, .* config has 8"),
+        (PLAIN, {"window": 8}, "layer 1 asks for a sliding window of 8, .* config has None"),
+        (LayerKinds([None] * 3, 20.0), {}, r"layer 1 asks for a cap on scores of None, .* config has 20\.0"),
+        (LayerKinds([None] * 3, 20.0), {"soft_cap": 30.0}, r"layer 1 asks for a cap on scores of 30\.0"),
+    ],
+)
+def test_what_a_layer_does_not_ask_for_is_not_done_in_silence(planned, kinds, asked, message):
+    """Its window would be in a mask, and attention gets none."""
+    _, _, backend = planned
+    with pytest.raises(ConfigError, match=message):
+        CountedBackend(backend, kinds).run(1, rows(1), **asked)
 
 
 def test_a_step_without_the_probe_is_refused_too():

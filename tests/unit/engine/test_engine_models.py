@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import CAUSAL, DYNAMIC, LONGROPE, alone, build
+from tiny_models import CAUSAL, DYNAMIC, LONGROPE, WINDOWED, alone, build, perturbed
 
 from slicedkv.engine import Engine, SamplingParams
 from slicedkv.errors import ConfigError
@@ -56,6 +56,43 @@ def test_served_with_the_tokens_of_the_model_alone(config, model, options):
         assert engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)) == expected
 
 
+@pytest.mark.parametrize(("config", "model", "options"), WINDOWED, ids=names(WINDOWED))
+def test_windows_caps_and_sinks_are_served_with_the_tokens_of_the_model_alone(config, model, options):
+    """Prompts up to five windows long, in chunks of two, unequal requests together."""
+    model = perturbed(build(config, model, **options))
+    expected = [alone(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    with open_engine(model) as engine:
+        assert engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)) == expected
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize(("config", "model", "options"), [WINDOWED[6], WINDOWED[10]], ids=["caps", "sinks"])
+def test_other_backends_serve_them_too(config, model, options, name):
+    model = perturbed(build(config, model, **options))
+    expected = [alone(model, prompt, 3) for prompt in PROMPTS]
+    with open_engine(model, backend=name) as engine:
+        assert engine.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True)) == expected
+
+
+ONE_OF_A_KIND = [WINDOWED[0], WINDOWED[6], WINDOWED[10]]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("config", "model", "options"), ONE_OF_A_KIND, ids=names(ONE_OF_A_KIND))
+def test_windows_when_memory_is_short_and_prefixes_are_shared(config, model, options, preemption):
+    model = perturbed(build(config, model, **options))
+    growing, sharing = [PROMPTS[0], PROMPTS[2]], [PROMPTS[1], [*PROMPTS[1][:36], 9]]
+    expected = [alone(model, prompt, 40) for prompt in growing] + [alone(model, prompt, 6) for prompt in sharing]
+    limits = {"max_batch_size": 3, "page_bytes": 4096, "memory_limit": 9 * 4096}
+    with open_engine(model, prefix_cache=0.9, preemption=preemption, **limits) as engine:
+        found = engine.generate(growing, SamplingParams(max_tokens=40, ignore_eos=True))
+        assert engine.scheduler.num_preemptions > 0
+        for prompt in sharing:
+            found += engine.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert engine.scheduler.admission.num_cached_tokens > 0
+        assert found == expected
+
+
 NO_POSITIONS = "its forward takes no position_ids"
 OWN_ATTENTION = "it computes attention in code of its own"
 KEEPS_ARGUMENTS = "does not hand its arguments on to its attention layers"
@@ -84,9 +121,8 @@ REFUSED = [
     ("StableLm", "StableLmForCausalLM", {}, KEEPS_ARGUMENTS),
     ("Nemotron", "NemotronForCausalLM", {}, KEEPS_ARGUMENTS),
     ("OPT", "OPTForCausalLM", {}, "layer 0 scales by 1.0, the backend by 0.25"),
-    ("MiMoV2Flash", "MiMoV2FlashForCausalLM", {**NESTED, "v_head_dim": 16}, "layer 1 passes s_aux"),
+    ("MiMoV2Flash", "MiMoV2FlashForCausalLM", {**NESTED, "v_head_dim": 16}, r"k has shape \(5, 4, 16\)"),
     ("MiMoV2Flash", "MiMoV2FlashForCausalLM", NESTED, r"v has shape \(5, 2, 128\)"),
-    ("GptOss", "GptOssForCausalLM", {"sliding_window": 64}, "layer 0 passes s_aux"),
     ("Doge", "DogeForCausalLM", {}, "no mask"),
     (
         "Gemma4Text",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from tiny_models import WINDOWED, build, perturbed
 
+from slicedkv.engine import Engine
 from slicedkv.errors import ConfigError
-from slicedkv.integrations.transformers import cache_for_model
+from slicedkv.integrations.servable import layer_kinds
+from slicedkv.integrations.transformers import SlicedTransformersCache, cache_for_model
 
 KIB = 1 << 10
+QWEN = {"use_sliding_window": True, "sliding_window": 64}
 
 
 def test_cache_for_model(tiny_model):
@@ -43,9 +47,6 @@ def test_kv_heads_of_other_families(name, options, heads):
 @pytest.mark.parametrize(
     ("family", "options", "named"),
     [
-        ("mistral", {"sliding_window": 99}, "sliding window of 99"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window of 64"),
-        ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30"),
         ("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         (
             "llama",
@@ -74,13 +75,51 @@ def test_kv_heads_of_other_families(name, options, heads):
     ],
 )
 def test_models_that_are_not_plainly_causal_are_refused(family, options, named):
-    kinds = {"mistral": "MistralConfig", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "gemma3": "Gemma3TextConfig"}
-    kind = {**kinds, "llama4": "Llama4TextConfig"}[family]
+    kind = {"llama": "LlamaConfig", "gemma3": "Gemma3TextConfig", "llama4": "Llama4TextConfig"}[family]
     config = getattr(transformers, kind)(num_hidden_layers=3, **options)
     with pytest.raises(ConfigError, match=named):
         cache_for_model(config, 2, 100, device="cpu")
 
 
-def test_a_window_as_long_as_the_cache_is_no_window():
-    config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=100)
-    cache_for_model(config, 2, 100, device="cpu", dtype="float16", memory_limit="4MiB").close()
+@pytest.mark.parametrize(("config", "model", "options"), WINDOWED, ids=[model for _, model, _ in WINDOWED])
+def test_windows_over_the_cache_give_the_tokens_of_generate(config, model, options):
+    """The cache keeps all rows, and the model's own masks say who sees which."""
+    model = perturbed(build(config, model, **options))
+    ids = torch.tensor([list(range(4, 44)), list(range(50, 10, -1))])
+    wanted = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)
+    with cache_for_model(model, 2, 64, memory_limit="16MiB") as sliced, SlicedTransformersCache(sliced) as cache:
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, **wanted)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "windows", "soft_cap"),
+    [
+        ("MistralConfig", {"sliding_window": 99}, [99, 99, 99], None),
+        ("MistralConfig", {"sliding_window": 100}, [None] * 3, None),
+        (
+            "Qwen2Config",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            [None, 64, 64],
+            None,
+        ),
+        ("Qwen2Config", {**QWEN, "use_sliding_window": False}, [None] * 3, None),
+        ("Gemma2Config", {"sliding_window": 64}, [64, None, 64], 50.0),
+        ("LlamaConfig", {}, [None] * 3, None),
+    ],
+)
+def test_windows_are_read_from_a_config(name, options, windows, soft_cap):
+    """A window as long as the longest text is none."""
+    config = getattr(transformers, name)(num_hidden_layers=3, **options)
+    assert layer_kinds(config, 100) == (windows, soft_cap)
+
+
+def test_a_cap_that_layers_do_not_know_of_is_refused(tiny_model):
+    model = tiny_model()
+    model.config.attn_logit_softcapping = 30.0
+    try:
+        with pytest.raises(ConfigError, match=r"layer 0 asks for a cap on scores of None, .* config has 30\.0"):
+            Engine(model, max_batch_size=2, max_seq_len=64, memory_limit="16MiB")
+    finally:
+        del model.config.attn_logit_softcapping
