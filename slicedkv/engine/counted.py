@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -82,7 +84,8 @@ class CountedBackend:
                     f"layer {layer} asks for {name} of {found}, and the model's config has {expected}; such a layer "
                     "cannot be served"
                 )
-        return self._backend.run(layer, q, window=window, soft_cap=soft_cap, sinks=sinks)
+        kind: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
+        return self._backend.run(layer, q, **{name: value for name, value in kind.items() if value is not None})
 
     def check(self) -> None:
         """Refuse a forward that left layers out; call it when the forward is over.

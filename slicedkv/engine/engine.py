@@ -34,9 +34,9 @@ class Engine(Unique):
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model of the Llama family in evaluation mode. The engine sets its attention to "slicedkv";
-        `close` gives each part of the model its former attention back. Do not use the model for anything else
-        meanwhile.
+        A causal language model in evaluation mode whose layers have the same heads. The engine sets its attention to
+        "slicedkv"; `close` gives each part of the model its former attention back. Do not use the model for anything
+        else meanwhile.
     tokenizer : PreTrainedTokenizerBase, optional
         Lets prompts be strings.
     max_batch_size, max_seq_len : int

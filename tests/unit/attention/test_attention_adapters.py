@@ -21,8 +21,10 @@ from slicedkv.attention.paged_view import PagedView
 from slicedkv.attention.triton import TritonBackend
 from slicedkv.errors import ConfigError, StateError
 
+QUICK, OTHERS = ["flashinfer", "flashinfer-triton-fa3", "flash_attn", "fa4"], ["flashinfer-triton", "fa3"]
 
-@pytest.fixture(params=["flashinfer", "flashinfer-triton", "flashinfer-triton-fa3", "flash_attn", "fa3", "fa4"])
+
+@pytest.fixture(params=[*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def adapter(request, monkeypatch):
     """Put stand-ins in place of the packages and of the GPU; return name and options of a backend."""
     name, *values = request.param.split("-")

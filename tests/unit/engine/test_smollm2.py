@@ -34,6 +34,7 @@ def generate_alone(model, ids):
     return generate(model, torch.tensor([ids]))[0, len(ids) :].tolist()
 
 
+@pytest.mark.thorough  # the demo's test computes with these weights, too
 def test_engine_tokens_equal_dynamic_cache(smollm2, make_engine):
     """Chunked prefill, two slots for four requests, and preemption: two requests outgrow their first page together."""
     model, tokenizer = smollm2
