@@ -21,7 +21,7 @@ from slicedkv.attention.paged_view import PagedView
 from slicedkv.attention.triton import TritonBackend
 from slicedkv.errors import ConfigError, StateError
 
-QUICK, OTHERS = ["flashinfer", "flashinfer-triton-fa3", "flash_attn", "fa4"], ["flashinfer-triton", "fa3"]
+QUICK, OTHERS = ["flashinfer", "flashinfer-triton-fa3", "fa4"], ["flashinfer-triton", "flash_attn", "fa3"]
 
 
 @pytest.fixture(params=[*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])

@@ -15,7 +15,7 @@ SHAPE: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "dt
 SHAPE |= {"max_batch_size": SLOTS, "max_seq_len": TOKENS, "page_bytes": PAGE, "extent_pages": 1}
 
 
-@pytest.mark.parametrize("limit_pages", [60, 400])
+@pytest.mark.parametrize("limit_pages", [60, pytest.param(400, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("zero_on_reuse", [False, True])
 def test_rows_are_those_of_their_request(limit_pages: int, zero_on_reuse: bool) -> None:
     with SlicedKVCache(**SHAPE, memory_limit=limit_pages * PAGE, zero_on_reuse=zero_on_reuse) as cache:

@@ -264,6 +264,7 @@ def test_bench_with_a_gpu_runs_the_rest_too(capfd, monkeypatch, tmp_path):
     assert "gpu_only: done" in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_bench_goes_on_after_a_failure(capfd, monkeypatch, tmp_path):
     say = "import sys; print('ran', sys.argv[1:], flush=True)"
     bench_folder(monkeypatch, tmp_path, bad="raise SystemExit(3)", good=say, report=say)

@@ -65,7 +65,7 @@ def test_windows_caps_and_sinks_are_served_with_the_tokens_of_the_model_alone(co
         assert engine.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)) == expected
 
 
-@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("config", "model", "options"), [WINDOWED[6], WINDOWED[10]], ids=["caps", "sinks"])
 def test_other_backends_serve_them_too(config, model, options, name):
     model = perturbed(build(config, model, **options))

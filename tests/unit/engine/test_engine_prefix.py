@@ -98,7 +98,7 @@ def test_tight_memory(make_engine, tiny_model):
 
 @pytest.mark.parametrize("layout", ["sliced", "per_layer"])
 @pytest.mark.parametrize("mapper", ["sync", "background"])
-@pytest.mark.parametrize("slots", [3, 8])
+@pytest.mark.parametrize("slots", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_swapped_requests_come_back_among_prefixes(make_engine, tiny_model, layout, mapper, slots):
     """Those that are swapped out lose their place in the index and have it again when they are back."""
     model = tiny_model("llama", **SHAPE)

@@ -118,6 +118,7 @@ def described(page: Path) -> set[str]:
     return {part.split('"')[1] for part in sections if 'class="docstring"' in part}
 
 
+@pytest.mark.thorough  # it makes the pages, as `make docs` does
 def test_every_public_name_is_described(pages):
     # A driver's fence is opaque and described where the contract is.
     elsewhere = described(pages / "slicedkv" / "vmm" / "base.html") & {"Fence"}
