@@ -58,7 +58,8 @@ class LongLaneBackend(TritonBackend):
 
     A lane is long when it fills the GPU by itself, with `long_rows` new tokens times query heads, for longer than the
     host takes to launch it: `long_pairs` pairs of a row and a token that it sees. A lane alone has nobody to be
-    launched with, and less is enough, `alone_rows` and `alone_pairs`. Measured on H200 (bench/prefill_lanes.py).
+    launched with, and less is enough, `alone_rows` and `alone_pairs`. The bounds are those of an H200;
+    `bench/prefill.py --short` measures lanes near them.
     """
 
     fills_padding: ClassVar[bool] = False
