@@ -1,6 +1,7 @@
 # make demo    serve a small real model, K and V in a SlicedKVCache
 # make test    all tests that need no GPU
 # make test-thorough  the rest of the searches whose first part `make test` does
+# make test-all  both, as CI does
 # make test-gpu  all that need one; with PY=python3 in an environment that is there already, nothing is installed
 # make lint    ruff and mypy
 # make docs    the pages of the public interface, from the docstrings, in site/
@@ -23,20 +24,23 @@ export TQDM_DISABLE := 1
 # Threads of torch that wait for each other sleep: spinning is many times slower when others use the cores too.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-thorough test-gpu lint docs bench clean
+.PHONY: demo test test-thorough test-all test-gpu lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/slicedkv demo $(ARGS)
 
 # As many processes as there are cores, eight at most, each with one thread of torch.
-test test-thorough: export OMP_NUM_THREADS ?= 1
+test test-thorough test-all: export OMP_NUM_THREADS ?= 1
 pytest := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 test: $(STAMP)
 	$(pytest) $(ARGS)
 
 test-thorough: $(STAMP)
 	$(pytest) -m 'thorough and not gpu' $(ARGS)
+
+test-all: $(STAMP)
+	$(pytest) -m 'not gpu and not slow' $(ARGS)
 
 PY ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))

@@ -37,7 +37,7 @@ def reserved() -> Iterator[tuple[ReservedMemory, ReservedMemory]]:
         (2**32, 2, 131072),
     ],
 )
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_far_rows(
     reserved: tuple[ReservedMemory, ReservedMemory], slot_stride: int, reqid: int, length: int, num_splits: int
 ) -> None:

@@ -322,5 +322,5 @@ def examples(machine: type[CacheMachine], count: int) -> type[TestCase]:
     return machine.TestCase
 
 
-TestCache = examples(CacheMachine, 120)
-TestCacheThoroughly = pytest.mark.thorough(examples(LongCacheMachine, 1000))
+TestCache = examples(CacheMachine, 80)
+TestCacheThoroughly = pytest.mark.thorough(examples(LongCacheMachine, 400))

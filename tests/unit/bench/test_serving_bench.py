@@ -78,7 +78,7 @@ def test_a_measurement_tells_throughput_and_steps(serving, tiny_model, monkeypat
         assert found["sliced"][f"vs_{name}"] == pytest.approx(sum(ratios) / 2)
 
 
-@pytest.mark.parametrize("manager", ["paged", "paged_fa3"])
+@pytest.mark.parametrize("manager", ["paged", pytest.param("paged_fa3", marks=pytest.mark.thorough)])
 def test_questions_about_documents_share_them(serving, tiny_model, monkeypatch, manager):
     """Each document is computed once, and tokens are those without sharing."""
     for name, value in {"DOCUMENT_TOKENS": 256, "QUESTION": (3, 20), "ANSWER": (2, 6)}.items():

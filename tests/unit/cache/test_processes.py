@@ -136,7 +136,7 @@ else:
 
 
 @pytest.mark.parametrize("end", ["keep", "drop"])
-@pytest.mark.parametrize("mapper", ["background", "sync"])
+@pytest.mark.parametrize("mapper", ["background", pytest.param("sync", marks=pytest.mark.thorough)])
 def test_a_forked_child_gets_an_error_and_its_parent_goes_on(mapper: str, end: str) -> None:
     if mapper == "sync":
         script = FORK.replace("start_mapping()", "assert cache.step({cache.alloc_reqid(): 500})")

@@ -257,6 +257,7 @@ def test_bench_without_a_name_runs_all_that_can_run(capfd, monkeypatch, tmp_path
     assert "gpu_only  What gpu_only is for. (needs a GPU)\n" in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_bench_with_a_gpu_runs_the_rest_too(capfd, monkeypatch, tmp_path):
     bench_folder(monkeypatch, tmp_path, gpu_only="NEEDS_GPU = True")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -276,6 +277,7 @@ def test_bench_goes_on_after_a_failure(capfd, monkeypatch, tmp_path):
     assert out.endswith("failed: bad\n")
 
 
+@pytest.mark.thorough
 def test_bench_gives_an_interrupted_script_time_to_write(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\n"

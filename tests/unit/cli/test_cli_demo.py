@@ -133,7 +133,7 @@ def test_demo_with_a_limit(capsys, tmp_path, tiny_demo, limit):
 
 def test_demo_with_real_weights(tmp_path):
     """In a process of its own, as from a shell."""
-    words = ("--requests", "8", "--max-batch-size", "4", "--max-tokens", "8", "--device", "host")
+    words = ("--requests", "4", "--max-batch-size", "2", "--max-tokens", "8", "--device", "host")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1", "PYTHONPATH": path}
     done = subprocess.run(
@@ -146,7 +146,7 @@ def test_demo_with_real_weights(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
-    assert "8 requests in " in done.stdout
+    assert "4 requests in " in done.stdout
     assert len(done.stdout.splitlines()) < 80
     assert (tmp_path / "demo-memory.png").read_bytes().startswith(PNG)
 

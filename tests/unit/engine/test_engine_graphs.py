@@ -49,6 +49,7 @@ def test_steps_tell_how_long_they_waited(make_engine, tiny_model):
     assert all(0 <= record.wait_seconds < record.seconds for record in records)
 
 
+@pytest.mark.thorough
 def test_greedy_tokens_on_triton(make_engine, tiny_model):
     """The kernels in their interpreter, prompts in chunks and slots reused."""
     model = tiny_model("llama")

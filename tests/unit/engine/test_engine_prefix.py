@@ -34,7 +34,7 @@ def serve(make_engine, model, prompts, *, max_tokens=12, **options):
 
 @pytest.mark.parametrize("layout", ["sliced", "interleaved", "per_layer"])
 @pytest.mark.parametrize("mapper", ["sync", "background"])
-@pytest.mark.parametrize("extent_pages", [1, 4])
+@pytest.mark.parametrize("extent_pages", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_one_system_prompt_for_all(make_engine, tiny_model, layout, mapper, extent_pages):
     model = tiny_model("llama", **SHAPE)
     prompts = [SYSTEM + [10 + n] * (1 + 5 * n) for n in range(7)]
